@@ -28,6 +28,8 @@ KINDS = {
     "lmm": {"variant": "lmm"},
     "mac-normalized": {"gate": "normalized"},
     "mag-normalized": {"variant": "mag", "gate": "normalized"},
+    "mac-paper": {"memory_rule": "paper"},
+    "lmm-paper": {"variant": "lmm", "memory_rule": "paper"},
     "mac-origin": {"memory_rule": "origin"},
     "mag-origin": {"variant": "mag", "memory_rule": "origin"},
     "mac-off": {"memory": False},

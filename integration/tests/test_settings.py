@@ -139,7 +139,9 @@ def test_evaluation_that_is_not_finite_ends_the_run_and_leaves_json(tmp_path, mo
 
 
 def test_model_that_has_diverged_is_scored_and_continues_no_text(tmp_path, text):
+    # Its memory may diverge.
     flags = ["--preset", "tiny", "--steps", "2", "--batch-size", "2", "--lr", "1"]
+    flags += ["--memory-rule", "paper", "--memory-length", "100"]
     data = ["--dataset", text, "--seq-len", "20", "--out", tmp_path]
     result = invoke(app, "titan-mac", *flags, *data)
     assert result.exit_code == 0, result.output

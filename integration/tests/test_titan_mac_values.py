@@ -122,10 +122,11 @@ def test_model_equals_plain_model(titan_mac, draw_tokens, assert_same_but_for_ro
     assert_same_but_for_rounding(gradients, plain_gradients)
 
 
-# Granularity, chunk, reduction, clip; theta, normalisation of keys, taps.
+# Granularity, chunk, reduction, clip, forgetting, norm; theta, normalisation of keys, taps.
 MEMORY_RULES = {
-    "paper": ("token", 4, "sum", None, None, "l2", 4),
-    "origin": ("chunk", 8, "mean_all", 1.0, 0.01, None, 0),
+    "normed": ("token", 4, "sum", None, "initial", True, None, "l2", 4),
+    "paper": ("token", 4, "sum", None, "zero", False, None, "l2", 4),
+    "origin": ("chunk", 8, "mean_all", 1.0, "zero", False, 0.01, None, 0),
 }
 
 
@@ -139,6 +140,7 @@ def test_memory_rule_decides_the_memory_of_every_block(titan_mac, name, variant)
         taps = 0 if projections.taps is None else projections.taps.shape[1]
         assert MEMORY_RULES[name] == (
             *(rules.granularity, rules.chunk, rules.reduction, rules.max_grad_norm),
+            *(rules.forget, rules.residual_norm),
             *(memory.gates.constant_theta, projections.key_norm, taps),
         )
 

@@ -244,7 +244,9 @@ class PeerLayer(Layer):
 
 
 def neural_memory(backend: Any, device: str) -> nn.Module:
-    """The peer's layer has no convolution before the heads: ours has none here."""
+    """By the paper's rule. The peer's layer has no convolution before the heads: ours has none
+    here.
+    """
     _, _, heads, width = SCAN.values()
     return NeuralMemory(
         heads * width,
@@ -252,6 +254,8 @@ def neural_memory(backend: Any, device: str) -> nn.Module:
         hidden=MODULE_HIDDEN,
         chunk=CHUNK,
         convolution=0,
+        forget="zero",
+        residual_norm=False,
         backend=backend,
         device=device,
     )

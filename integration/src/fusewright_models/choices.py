@@ -12,6 +12,7 @@ DATA_NAMES = get_args(DataName)
 
 # Of models.
 Norm = Literal["pre", "post"]
+MemoryRule = Literal["normed", "paper", "origin"]
 Variant = Literal["mac", "mag", "mal", "lmm"]
 VARIANTS = get_args(Variant)
 Checkpointing = Literal["none", "block", "keep-attention"]

@@ -132,15 +132,17 @@ def launch_a_scan(
     read_when: str = "after",
     masked: bool = False,
     clipped: bool = False,
+    resting: bool = False,
 ) -> None:
-    """Forward and backward of 4 rows of 5 heads."""
+    """Forward and backward of 4 rows of 5 heads; ``resting``: with a rest and a norm."""
     batch, tokens, heads = 4, 320, 5
     rows = torch.empty(batch, tokens, heads, width, dtype=dtype)
     state = torch.empty(batch, heads, 2, packed_size(hidden, width))
     gate = torch.empty(batch, tokens, heads)
     written = torch.empty(batch, tokens, heads, dtype=torch.bool) if masked else None
-    options = hidden, chunk, activation, read_when
-    gates = gate, gate, gate, written
+    rest = torch.empty(heads, 1, packed_size(hidden, width)) if resting else None
+    options = hidden, chunk, activation, read_when, resting
+    gates = gate, gate, gate, written, rest
     if clipped:
         y, end, *saved = scan.clipped_forward(rows, rows, rows, state, *gates, *options, 1.0)
         inputs = y, end, rows, rows, rows, state, *saved
@@ -165,6 +167,8 @@ def every_scan() -> None:
         launch_a_scan(width, hidden, BF16, chunk, masked=True)
     for hidden, dtype in ((128, BF16), (256, BF16), (128, F16), (128, F32)):
         launch_a_scan(64, hidden, dtype, clipped=True)
+        launch_a_scan(64, hidden, dtype, resting=True)
+    launch_a_scan(64, 128, BF16, clipped=True, resting=True)
     launch_a_scan(3, 5, BF16, 5, clipped=True)
 
 

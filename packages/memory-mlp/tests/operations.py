@@ -425,6 +425,34 @@ class ShortChunksOp(ScanOp):
 
 
 @dataclass(frozen=True)
+class RestOp(ShortChunksOp):
+    """The scan with a rest, whose tensors stand last, and gates that forget enough to see it."""
+
+    def public(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        *others, w1, b1, w2, b2 = tensors
+        options["rest"] = MemoryWeights(w1, b1, w2, b2)
+        return super().public(*others, **options)
+
+    def draw(
+        self,
+        batch: int,
+        tokens: int,
+        heads: int,
+        width: int,
+        hidden: int,
+        dtype: torch.dtype = F32,
+        device: str = "cpu",
+        *,
+        rate: float | None = None,
+    ) -> list[Tensor]:
+        sizes = batch, tokens, heads, width, hidden
+        *tensors, alpha, eta, theta = super().draw(*sizes, dtype, device, rate=rate)
+        rest = drawn_memory(normal(dtype, device), (heads,), hidden, width)
+        # Of few tokens most are forgotten, of many half.
+        return [*tensors, min(15.0, 600.0 / max(tokens, 1)) * alpha, eta, theta, *rest]
+
+
+@dataclass(frozen=True)
 class StateOp(ReadOp):
     """The read of weights that lie in one tensor with a momentum, as a scan hands them on."""
 
@@ -445,6 +473,7 @@ FORMS = {
         ShortChunksOp(
             dict(read="before", activation="gelu", max_grad_norm=0.7), form="-clipped", masked=True
         ),
+        RestOp(dict(residual_norm=True), form="-resting", masked=True),
         StateOp(form="-of-a-state"),
         InputOp(form="-constant-theta", theta=0.1, taps=1, key_norm="rms"),
         InputOp(form="-without-taps", taps=0, key_norm=None),

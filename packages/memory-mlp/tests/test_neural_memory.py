@@ -40,14 +40,15 @@ def plainly(memory, x):
             z = z.flatten(0, 1).unsqueeze(0)
         return z.transpose(1, 2).flatten(0, 1)
 
-    weights = [
+    initial = [
         wide(w).repeat(lead // memory.heads, *(1,) * (w.ndim - 1)) for w in memory.initial.values()
     ]
+    weights = initial
     momentum = [torch.zeros_like(w) for w in weights]
 
     def look(tokens):
         rows = of_memories(q[:, tokens])
-        read = torch.vmap(lambda row, *w: applied(row, w, rules.activation))(rows, *weights)
+        read = torch.vmap(lambda row, *w: applied(row, w, rules))(rows, *weights)
         rows = read.unflatten(0, (-1, memory.heads)).transpose(1, 2)
         y.append(rows.squeeze(0).unflatten(0, (batch, -1)) if pooled else rows)
 
@@ -67,7 +68,11 @@ def plainly(memory, x):
             broadcast(e, s) * s - broadcast(t, s) * g
             for s, g in zip(momentum, gradient, strict=True)
         ]
-        weights = [(1 - broadcast(a, w)) * w + s for w, s in zip(weights, momentum, strict=True)]
+        rest = initial if rules.forget == "initial" else [torch.zeros_like(w) for w in weights]
+        weights = [
+            (1 - broadcast(a, w)) * w + broadcast(a, w) * r + s
+            for w, r, s in zip(weights, rest, momentum, strict=True)
+        ]
 
     y = []
     length = x.shape[1]
@@ -111,16 +116,17 @@ def plain_projections(memory, x):
     return norms[memory.projections.key_norm](q), norms[memory.projections.key_norm](k), v
 
 
-def applied(rows, weights, activation):
+def applied(rows, weights, rules):
+    given = rows
     for layer in range(0, len(weights), 2):
         if layer:
-            rows = ACTIVATIONS[activation](rows)
+            rows = ACTIVATIONS[rules.activation](rows)
         rows = F.linear(rows, weights[layer], weights[layer + 1])
-    return rows
+    return given + F.layer_norm(rows, rows.shape[-1:]) if rules.residual_norm else rows
 
 
 def inner_loss(weights, k, v, rules):
-    squares = (applied(k, weights, rules.activation) - v).square()
+    squares = (applied(k, weights, rules) - v).square()
     divisor = {"sum": 1, "mean_feature": v.shape[-1], "mean_all": v.numel()}[rules.reduction]
     return squares.sum() / divisor
 
@@ -158,15 +164,21 @@ def as_function(module):
     return call
 
 
+PAPER = {"forget": "zero", "residual_norm": False}
 OPTIONS = [
     {},
+    PAPER,
+    {"forget": "zero"},
+    {"residual_norm": False, "read": "before"},
     {"read": "before"},
     {"chunk": 1},
     {"chunk": 128, "max_grad_norm": 0.5},
+    {"chunk": 128, "max_grad_norm": 0.5, **PAPER},
     {"activation": "gelu"},
     {"activation": "relu"},
     {"layers": 1},
     {"layers": 3},
+    {"layers": 3, **PAPER},
     {"layers": 4, "read": "before"},
     {"reduction": "mean_feature"},
     {"reduction": "mean_all", "layers": 3, "max_grad_norm": 0.1},
@@ -175,6 +187,7 @@ OPTIONS = [
     {"convolution": 0},
     {"convolution": 1},
     {"granularity": "chunk"},
+    {"granularity": "chunk", "forget": "zero"},
     {"granularity": "chunk", "layers": 1, "reduction": "mean_feature"},
     {"granularity": "chunk", "layers": 3, "max_grad_norm": 0.5},
     {"granularity": "chunk", "max_grad_norm": 0.5, "reduction": "mean_all"},
@@ -210,6 +223,7 @@ def test_values_and_gradients_are_those_of_the_plain_recurrence(options, memory_
     [
         ({}, F32),
         ({}, BF16),
+        (PAPER, BF16),
         ({"layers": 3, "granularity": "chunk"}, F16),
         ({"granularity": "chunk"}, BF16),
     ],
@@ -231,6 +245,7 @@ def test_origin_settings_are_one_memory_for_all_rows_and_one_step_a_call(memory_
         theta=0.01,
         max_grad_norm=1.0,
         convolution=0,
+        forget="zero",
     )
     weights = [w[0].detach().clone().requires_grad_() for w in memory.initial.values()]
     momentum = [torch.zeros_like(w) for w in weights]
@@ -239,8 +254,8 @@ def test_origin_settings_are_one_memory_for_all_rows_and_one_step_a_call(memory_
         x = scale * torch.randn(3, 8, memory.dim, dtype=F64, device=device)
         y, state, _ = memory(x, state)
         q, k, v = (z.squeeze(2) for z in plain_projections(memory, x))
-        assert_same_but_for_rounding([y], [memory.output(applied(q, weights, "silu"))])
-        loss = F.mse_loss(applied(k, weights, "silu"), v)
+        assert_same_but_for_rounding([y], [memory.output(applied(q, weights, memory.rules))])
+        loss = F.mse_loss(applied(k, weights, memory.rules), v)
         gradient = torch.autograd.grad(loss, weights)
         norm = torch.cat([g.flatten() for g in gradient]).norm()
         # The clip is at work in the second call alone.
@@ -261,19 +276,22 @@ def test_gates_start_where_memories_last_and_do_not_diverge(chunk, dtype, device
     memory = NeuralMemory(12, heads=3, chunk=chunk, dtype=dtype, device=device)
     stats = memory(torch.randn(2, 7, 12, device=device, dtype=dtype))[2]
     # As near as a bias of this dtype comes.
-    starts = torch.tensor([0.01, 0.9, 0.025 / chunk], device=device)
+    starts = torch.tensor([2.0**-14, 0.9, 0.025 / chunk], device=device)
     found = torch.stack(stats.means())
     assert torch.all((found.logit() - starts.logit()).abs() <= 8 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("chunk", [4, 16, 64])
-def test_memory_of_start_gates_stays_bounded_where_all_keys_are_alike(chunk, device):
-    memory = NeuralMemory(32, chunk=chunk, device=device)
+@pytest.mark.parametrize(("rule", "most"), [("paper", 2), ("normed", 4)])
+def test_memory_of_start_gates_stays_bounded_where_all_keys_are_alike(rule, most, chunk, device):
+    """The weights of a normed one grow until its steps are small beside them."""
+    options = dict(memory_length=100.0, **PAPER) if rule == "paper" else {}
+    memory = NeuralMemory(32, chunk=chunk, device=device, **options)
     x = torch.randn(1, 1, 32, device=device) + 0.01 * torch.randn(2, 1024, 32, device=device)
     state = memory(x)[1]
     start = torch.stack([w.norm() for w in memory.initial.values()]).norm()
     # Every key writes the same value, which the memory soon knows.
-    assert torch.all(state.weight_norm() < 2 * start)
+    assert torch.all(state.weight_norm() < most * start)
     assert torch.all(state.momentum_norm() < start)
 
 
@@ -422,3 +440,82 @@ def test_no_outer_gradient_changes_no_value(memory_of, device):
     y = memory(x)[0]
     memory.outer_grad = "none"
     assert torch.equal(memory(x)[0], y)
+
+
+def test_memory_keeps_its_weights_over_thousands_of_tokens(device):
+    """The paper's, which forgets towards zero, has lost them by then and cannot learn again: of two
+    layers zero is a saddle.
+    """
+    sizes = dict(heads=1, hidden=64, chunk=16, device=device)
+    x = torch.randn(1, 2000, 32, device=device)
+    torch.manual_seed(1)
+    lasting = NeuralMemory(32, **sizes)
+    torch.manual_seed(1)
+    paper = NeuralMemory(32, memory_length=100.0, **PAPER, **sizes)
+    start = torch.stack([w.norm() for w in lasting.initial.values()]).norm()
+    with torch.no_grad():
+        assert paper(x)[1].weight_norm().item() < 0.1 * start
+        assert 0.5 * start < lasting(x)[1].weight_norm().item() < 4.0 * start
+
+
+def test_normed_memory_does_not_diverge_where_the_plain_one_does(device):
+    """However large the initial weights are: what a step changes shrinks with them."""
+    torch.manual_seed(2)
+    x = torch.randn(1, 1, 32, device=device) + 0.01 * torch.randn(1, 512, 32, device=device)
+    losses = {}
+    for name, rule in (("normed", {}), ("paper", PAPER)):
+        memory = NeuralMemory(32, hidden=64, chunk=16, device=device, **rule)
+        with torch.no_grad():
+            for w in memory.initial.values():
+                w.mul_(20.0)
+            losses[name] = memory(x)[2].loss[0, :, 0]
+    assert losses["normed"].isfinite().all()
+    assert losses["normed"][-16:].mean() < 2.0 * losses["normed"][:16].mean()
+    assert not losses["paper"][-16:].isfinite().all()
+
+
+def test_loss_is_the_inner_loss_of_each_token(memory_of, device):
+    """Also of a sequence that is cut amid a chunk; of pooled steps, of each."""
+    memory = memory_of()
+    x = torch.randn(2, 15, memory.dim, dtype=F64, device=device)
+    _, _, whole = memory(x)
+    _, state, first = memory(x[:, :4])
+    _, _, later = memory(x[:, 4:], state)
+    assert_same_but_for_rounding([torch.cat([first.loss, later.loss], 1)], [whole.loss])
+    _, k, v = plain_projections(memory, x)
+    weights = list(memory.initial.values())
+    for head in range(memory.heads):
+        made = applied(k[0, :6, head], [w[head] for w in weights], memory.rules)
+        truth = (made - v[0, :6, head]).square().sum(-1)
+        assert_same_but_for_rounding([whole.loss[0, :6, head]], [truth.detach()])
+    assert not whole.loss.requires_grad
+    pooled = memory_of(granularity="chunk")
+    assert pooled(x)[2].loss.shape == (2, 2, memory.heads)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_length": 1.0}, "memory_length must be above 1, got 1.0"),
+        ({"eta_start": 1.0}, "eta_start must be between 0 and 1, got 1.0"),
+        ({"rate_start": 0.0}, "rate_start must be .* got 0.0"),
+        ({"forget": "nothing"}, 'forget must be "zero" or "initial", got .nothing.'),
+        (
+            {"granularity": "chunk", "residual_norm": True},
+            'residual_norm is for granularity "token", got it with "chunk"',
+        ),
+    ],
+)
+def test_starts_and_rules_that_it_does_not_take_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        NeuralMemory(8, **options)
+
+
+def test_gates_start_as_asked_for(device):
+    memory = NeuralMemory(
+        12, chunk=4, memory_length=500.0, eta_start=0.5, rate_start=0.25, device=device
+    )
+    stats = memory(torch.randn(2, 7, 12, device=device))[2]
+    torch.testing.assert_close(
+        torch.stack(stats.means()), torch.tensor([1 / 500, 0.5, 0.5 * 0.5 * 0.25 / 4]).to(device)
+    )

@@ -43,7 +43,7 @@ def test_deep_scan_of_two_layers_is_the_scan(activation, read, device):
     each = gates(device, BATCH, TOKENS, HEADS)
     written = torch.rand(BATCH, TOKENS, HEADS, device=device) > 0.2
     options = {"chunk": 4, "activation": activation, "read": read}
-    y, *ends, _ = deep_memory_scan(q, k, v, weights, momentum, *each, written, **options)
+    y, *ends, _, _ = deep_memory_scan(q, k, v, weights, momentum, *each, written, **options)
     truth = memory_scan(q, k, v, weights, momentum, *each, written, **options, backend="reference")
     assert_same_but_for_rounding(
         (y, *ends[0], *ends[1]), (truth.y, *truth.weights, *truth.momentum)
@@ -108,7 +108,7 @@ def test_scan_of_any_number_of_layers_is_the_recurrence_of_autograds_gradients(
     q, k, v = (rows(device) for _ in range(3))
     alpha, eta, theta = gates(device, BATCH, TOKENS, HEADS)
     written = torch.rand(BATCH, TOKENS, HEADS, device=device) > 0.2
-    y, *ends, _ = deep_memory_scan(
+    y, *ends, _, _ = deep_memory_scan(
         *(q, k, v, weights, momentum, alpha, eta, theta, written),
         **dict(chunk=chunk, activation=activation, read=read),
     )

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 from fusewright.memory_mlp import MemoryWeights, NeuralMemory, memory_scan
-from fusewright.memory_mlp.common.weights import pack
+from fusewright.memory_mlp.common.weights import pack, pack_weights
 from fusewright.memory_mlp.scan import reference
 from fusewright.memory_mlp.scan.memory_scan import deep_memory_scan
 from fusewright_testkit.conformance import same_bits
@@ -77,7 +77,7 @@ def test_values_and_gradients_are_those_of_autograds_clipped_gradients(layers, r
     edge = norms[1, 1, 2].item()
     counts = []
     for limit in (norms.quantile(0.5).item(), edge * (1.0 - 1e-9), edge * (1.0 + 1e-9)):
-        y, *ends, skipped = deep_memory_scan(
+        y, *ends, skipped, _ = deep_memory_scan(
             *given, **options, activation="gelu", max_grad_norm=limit
         )
         found = [y, *ends[0], *ends[1]]
@@ -110,13 +110,13 @@ def test_chunks_of_products_are_the_recurrence_token_by_token(scan_op, read):
     )
     both = []
     for scan in (reference.memory_scan, reference.memory_scan_by_token):
-        y, *ends, skipped = scan(*by_heads, written, chunk=3, read=read, max_grad_norm=0.5)
+        y, *ends, skipped, loss = scan(*by_heads, written, chunk=3, read=read, max_grad_norm=0.5)
         outputs = [x for end in ends for x in end]
         total = sum(x[0].sin().sum() for x in (y, *outputs))
         leaves = [q, k, v, *state, alpha, eta, theta]
         grads = [g[0] for g in torch.autograd.grad(total, leaves)]
         # What a chunk that is not taken reads may be NaN, to its first token in matrix products.
-        both.append([y[0], y[1, 1], y[1, 0, :3], y[1, 0, 6:], *outputs, skipped, *grads])
+        both.append([y[0], y[1, 1], y[1, 0, :3], y[1, 0, 6:], *outputs, skipped, *grads, loss[0]])
     assert both[0][12].tolist() == [[0, 1], [written[1, 0, 3:6].sum().item(), 0]]
     assert_same_but_for_rounding(*both)
 
@@ -151,17 +151,20 @@ CASES = {
 
 def amid(op, tensors):
     """A limit that about half of the tokens' norms are above, far from any of them."""
-    q, k, v, *state, alpha, eta, theta = (x.double() for x in tensors)
+    q, k, v, *others = (x.double() for x in tensors)
+    state, (alpha, eta, theta), rest = others[:8], others[8:11], others[11:]
     packed = pack(MemoryWeights(*state[:4]), MemoryWeights(*state[4:]))
+    resting = pack_weights(MemoryWeights(*rest)) if rest else None
     options = {"chunk": 64, "activation": "silu", "read": "after"} | op.options
-    given = None, state[1].shape[-1], options["chunk"], options["activation"], options["read"]
+    form = (options[name] for name in ("chunk", "activation", "read"))
+    given = None, resting, state[1].shape[-1], *form, op.options.get("residual_norm", False)
     operands = q, k, v, packed, alpha, eta, theta, *given
-    norms = 1e-9 / reference.packed_clipped_scan(*operands, 1e-9)[3].flatten()
+    norms = 1e-9 / reference.packed_clipped_scan(*operands, 1e-9)[4].flatten()
     some = norms.sort().values[len(norms) // 3 : len(norms) * 2 // 3 + 1]
     widest = (some[1:] / some[:-1]).argmax()
     limit = some[widest : widest + 2].prod().sqrt().item()
     # Those of later chunks depend on it.
-    factors = reference.packed_clipped_scan(*operands, limit)[3]
+    factors = reference.packed_clipped_scan(*operands, limit)[4]
     assert 0.2 < (factors < 1.0).double().mean() < 0.8
     return limit
 

@@ -7,6 +7,7 @@ import torch
 from fusewright_testkit import Yardstick, transforms
 from fusewright_testkit.conformance import everything, same_bits
 
+from .operations import RestOp
 from .test_scan_clip import amid
 
 pytestmark = pytest.mark.gpu
@@ -200,3 +201,29 @@ def test_second_derivative_is_as_near_to_fp64_as_torch(scan_op):
     upstream = [torch.randn_like(x) for x in tensors]
     yardstick = Yardstick(steepness(scan_op.reference), tensors, upstream)
     yardstick.check(steepness(scan_op.kernels))
+
+
+RESTS = {
+    "rest": {},
+    "norm-before": dict(residual_norm=True, read="before"),
+    "clip": dict(residual_norm=True),
+}
+
+
+@pytest.mark.parametrize("name", RESTS)
+@pytest.mark.parametrize(("width", "hidden"), [(64, 128), (64, 256), (40, 200)])
+def test_rest_and_norm_are_as_near_to_fp64_as_torch(name, width, hidden):
+    op = RestOp(RESTS[name])
+    check_rest(op, name, op.draw(*ROWS, width, hidden, BF16, "cuda", rate=RATE))
+
+
+@pytest.mark.parametrize("name", RESTS)
+def test_rest_and_norm_in_tf32_are_as_near_to_fp64_as_torch(name, in_tf32):
+    op = RestOp(RESTS[name])
+    check_rest(op, name, op.draw(*ROWS, 64, 128, F32, "cuda", rate=RATE))
+
+
+def check_rest(op, name, tensors):
+    if name == "clip":
+        op = op.having(max_grad_norm=amid(op, tensors))
+    op.check(tensors)

@@ -74,7 +74,7 @@ def test_gates_out_of_range_are_as_near_to_fp64_as_torch(scan_op, backend, devic
     """The recurrence holds for any number: nothing is clamped, forward or backward."""
 
     def recurrence(*tensors):
-        y, weights, momentum, _ = reference.memory_scan_by_token(*by_heads(tensors), chunk=2)
+        y, weights, momentum, *_ = reference.memory_scan_by_token(*by_heads(tensors), chunk=2)
         return y.transpose(1, 2), *weights, *momentum
 
     *tensors, _, _, _ = scan_op.draw(1, 3, 1, 3, 5, F32, device)
@@ -178,8 +178,8 @@ def by_heads(tensors):
     return *rows, *halves, *(x.mT for x in (alpha, eta, theta))
 
 
-def flat(y, weights, momentum, skipped=None):
-    return [y, *weights, *momentum, *([] if skipped is None else [skipped])]
+def flat(y, weights, momentum, skipped, loss):
+    return [y, *weights, *momentum, *([] if skipped is None else [skipped]), loss]
 
 
 @pytest.mark.sampled
@@ -219,13 +219,13 @@ def test_backward_pass_chunk_by_chunk_is_autograds(scan_op, masked, read):
     packed = pack(MemoryWeights(*state[:4]), MemoryWeights(*state[4:]))
     assert same_bits([x for half in unpack(packed, 5, 3) for x in half], state)
     leaves = [x.requires_grad_() for x in (q, k, v, packed, alpha, eta, theta)]
-    options = mask, 5, 3, "silu", read
-    y, end, _ = reference.packed_scan(*leaves, *options)
+    options = mask, None, 5, 3, "silu", read, False
+    y, end, *_ = reference.packed_scan(*leaves, *options)
     dy, dend = torch.randn_like(y), torch.randn_like(end)
     truth = torch.autograd.grad((y, end), leaves, (dy, dend))
     detached = [x.detach() for x in leaves]
     assert_same_but_for_rounding(
-        reference.packed_scan_backward(dy, dend, *detached, *options), truth
+        reference.packed_scan_backward(dy, dend, *detached, *options)[:-1], truth
     )
 
 

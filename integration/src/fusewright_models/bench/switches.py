@@ -81,6 +81,7 @@ def rows_by_autograd(
     weights: MemoryWeights,
     factor: float,
     activation: str,
+    residual_norm: bool = False,
 ) -> Rows:
     """The inner gradients of a chunk, by a graph that is kept for the outer ones."""
     # Inner gradients are wanted where no outer ones are.
@@ -90,7 +91,7 @@ def rows_by_autograd(
         z = z if z.requires_grad else z.requires_grad_()
         h = activated(z, activation)[0]
         out = linear(h, weights.w2, weights.b2)
-        r = out - v
+        r = (k + F.layer_norm(out, out.shape[-1:]) if residual_norm else out) - v
         loss = 0.5 * factor * r.square().sum()
         p, e = torch.autograd.grad(loss, (z, out), create_graph=outer)
     unused = torch.empty(0, device=k.device)

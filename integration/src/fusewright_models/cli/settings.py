@@ -13,6 +13,7 @@ from ..choices import (
     BatchParallel,
     Checkpointing,
     HybridPresetName,
+    MemoryRule,
     Mode,
     Norm,
     OptimizerName,
@@ -311,6 +312,13 @@ class TitanMACSettings(TextSettings):
     ]
     memory_chunk: Annotated[
         int, of_model(min=1, help="Tokens whose memory gradients share their weights.")
+    ]
+    memory_rule: Annotated[
+        MemoryRule,
+        of_model(help="How a memory learns, forgets and is read: docs/models/titan-mac.md."),
+    ]
+    memory_length: Annotated[
+        float, of_model(min=1.0, help="Tokens that a memory is meant for: it begins to forget so.")
     ]
     checkpointing: Annotated[
         WholeCheckpointing,

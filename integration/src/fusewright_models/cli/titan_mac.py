@@ -52,6 +52,8 @@ SHAPE_FIELDS = {
     "num_heads": "heads",
     "chunk_size": "segment",
     "memory_chunk": "memory_chunk",
+    "memory_rule": "memory_rule",
+    "memory_length": "memory_length",
 }
 
 

@@ -8,11 +8,10 @@ from typing import Literal
 
 from fusewright.attention import sliding_window_attention
 
-from ...choices import Variant
+from ...choices import MemoryRule, Variant
 from ..checks import check_config, check_head_width
 
 Gate = Literal["sigmoid", "normalized"]
-MemoryRule = Literal["paper", "origin"]
 OuterGrad = Literal["full", "detach_state", "none"]
 
 FEED_FORWARD_MULTIPLE = 32
@@ -41,11 +40,15 @@ class TitanMACConfig:
         memory_heads: memories beside each other in a block, each of width d / memory_heads; None is
             one for every 64 columns.
         memory_hidden: hidden width of each.
+        memory_length: tokens that a memory is meant for: the share that it forgets with each token
+            starts at 1 / memory_length.
         convolution: width of the causal convolutions of the memory's keys, values and queries; 0
             for none.
-        memory_rule: "paper": every token is a step of the memory, with gates of its own. "origin":
-            one step for each ``segment`` tokens, on their mean loss, as TitanMAC was first
-            published, but for every row by itself.
+        memory_rule: "paper": every token is a step of the memory, with gates of its own; what is
+            forgotten tends to zero. "normed": likewise, but the memory is x + N(layers of x), N a
+            layer norm without gain, and what is forgotten tends to the learned weights with which
+            a sequence begins. "origin": one step for each ``segment`` tokens, on their mean loss,
+            as TitanMAC was first published, but for every row by itself.
         gate: how "mac" and "mag" let the memory gate the attention: "sigmoid" or "normalized".
         outer_grad: how far the gradient of the loss goes through the memory's updates: "full", to
             those of earlier calls of the model too; "detach_state", to all of this call, since the
@@ -71,15 +74,17 @@ class TitanMACConfig:
     memory_chunk: int = 64
     memory_heads: int | None = None
     memory_hidden: int = 128
+    memory_length: float = 16384.0
     convolution: int = 4
-    memory_rule: MemoryRule = "paper"
+    memory_rule: MemoryRule = "normed"
     gate: Gate = "sigmoid"
     outer_grad: OuterGrad = "full"
     rope_base: float = 10000.0
     checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        check_config(self, from_zero=("persistent", "convolution"), above_one=("rope_base",))
+        numbers = ("rope_base", "memory_length")
+        check_config(self, from_zero=("persistent", "convolution"), above_one=numbers)
         for name, count in (("heads", self.heads), ("memory_heads", self.number_of_memories)):
             if self.dim % count:
                 raise ValueError(

@@ -269,7 +269,8 @@ class SegmentAttention(AttentionLayer):
         memory, earlier = cast(NeuralMemory, self.memory), cast(MemoryState, state.earlier)
         # A segment ends with a chunk, so that the weights are those after its last token.
         weights = cast(MemoryWeights, earlier.weights)
-        read = memory_read(queries, weights, backend=memory.rules.backend)
+        form: dict[str, Any] = {"residual_norm": memory.rules.residual_norm}
+        read = memory_read(queries, weights, backend=memory.rules.backend, **form)
         return memory.output(read.flatten(2))
 
 
@@ -350,13 +351,19 @@ def last(past: Tensor | None, rows: Tensor, count: int) -> Tensor:
 
 def make_memory(config: TitanMACConfig, backend: Backend) -> NeuralMemory:
     """The memory of one block."""
-    options: dict[str, Any] = {"chunk": config.memory_chunk, "convolution": config.convolution}
+    options: dict[str, Any] = {
+        "chunk": config.memory_chunk,
+        "convolution": config.convolution,
+    }
+    if config.memory_rule != "normed":
+        options |= {"forget": "zero", "residual_norm": False}
     if config.memory_rule == "origin":
-        options = {"chunk": config.segment, "convolution": 0} | ORIGIN_MEMORY
+        options |= {"chunk": config.segment, "convolution": 0} | ORIGIN_MEMORY
     return NeuralMemory(
         config.dim,
         heads=config.number_of_memories,
         hidden=config.memory_hidden,
+        memory_length=config.memory_length,
         outer_grad=config.outer_grad,
         backend=backend,
         **options,

@@ -6,6 +6,10 @@ Weights, momentum and gradients are tuples (w_1, b_1, .., w_n, b_n); of two laye
 and one layer is the linear memory W x + b. The gradient of the loss of one row is an outer product
 p_l x_(l-1)^T for each layer, p_l being the gradient by z_l.
 
+With ``residual_norm`` M(x) = x + N(x_n), N being a layer norm over the D features without gain:
+
+    N(z) = (z - mean z) / sqrt(var z + eps)    p_n = N'(z_n) applied to the gradient by M(k)
+
 Everything is computed in fp32 (in fp64 for fp64 inputs).
 """
 
@@ -30,6 +34,9 @@ ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}
 # what autograd hands on, which may overflow, with zeros there.
 FAR = 1024.0
 
+# Of the layer norm's variance, as torch's own.
+EPS = 1e-5
+
 
 class Rows(NamedTuple):
     """The inner loss of pairs of a key and a value, layer by layer.
@@ -39,7 +46,7 @@ class Rows(NamedTuple):
         slopes, curves: act'(z_l) and act''(z_l) of every hidden layer.
         residual: M(k) - v.
         by_x: the gradient of the loss by x_l, of every hidden layer.
-        by_z: p_l of every layer; the last is the gradient by M(k).
+        by_z: p_l of every layer; the last is the gradient by M(k), or what the norm makes of it.
     """
 
     inputs: list[Tensor]
@@ -66,11 +73,27 @@ def activated(z: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
     return near * below + beyond, below + near * density, density * (2.0 - near * near)
 
 
-def memory_read(q: Tensor, weights: Weights, *, activation: str = "silu") -> Tensor:
+def normalised(z: Tensor) -> tuple[Tensor, Tensor]:
+    """N(z) and 1 / sqrt(var z + eps) ``[.., 1]``."""
+    centred = z - z.mean(-1, keepdim=True)
+    inverse = torch.rsqrt(centred.square().mean(-1, keepdim=True) + EPS)
+    return centred * inverse, inverse
+
+
+def through_norm(g: Tensor, n: Tensor, inverse: Tensor) -> Tensor:
+    """The gradient by z, of g by n = N(z)."""
+    return inverse * (g - g.mean(-1, keepdim=True) - n * (n * g).mean(-1, keepdim=True))
+
+
+def memory_read(
+    q: Tensor, weights: Weights, *, activation: str = "silu", residual_norm: bool = False
+) -> Tensor:
     """M(q) for q [*lead, N, D]."""
     x = wide(q)
     for layer, (w, b) in enumerate(layers_of(weights)):
         x = linear(activated(x, activation)[0] if layer else x, w, b)
+    if residual_norm:
+        x = wide(q) + normalised(x)[0]
     return x.to(q.dtype)
 
 
@@ -81,6 +104,7 @@ def rows_of(
     weights: Weights,
     factor: float,
     activation: str,
+    residual_norm: bool = False,
 ) -> Rows:
     """The loss is ``factor / 2`` times the sum over rows and features of row_weight residual^2."""
     layers = list(layers_of(weights))
@@ -92,9 +116,15 @@ def rows_of(
         slopes.append(slope)
         curves.append(curve)
         z = linear(x, w, b)
-    residual = z - v
     scale = factor if row_weights is None else factor * row_weights.unsqueeze(-1)
-    by_x, by_z = [], [scale * residual]
+    if residual_norm:
+        n, inverse = normalised(z)
+        residual = k + n - v
+        by_last = through_norm(scale * residual, n, inverse)
+    else:
+        residual = z - v
+        by_last = scale * residual
+    by_x, by_z = [], [by_last]
     for (w, _), slope in zip(layers[:0:-1], slopes[::-1], strict=True):
         by_x.append(by_z[-1] @ w)
         by_z.append(by_x[-1] * slope)

@@ -12,11 +12,6 @@ from torch import Tensor, nn
 from .._core.precision import wide, without_autocast
 from .reference import gates_of
 
-ALPHA_START = 0.01
-ETA_START = 0.9
-# A fraction of the largest theta.
-THETA_START = 0.5
-
 
 class Gates(nn.Module):
     """alpha, eta, rate = sigmoid of a linear layer; theta = max_step (1 - eta) / chunk rate, or a
@@ -24,9 +19,8 @@ class Gates(nn.Module):
 
     Momentum adds a gradient up to 1 / (1 - eta) times, and a chunk's tokens do not see one another:
     all that they write for one key stays below max_step. (A step that pools more tokens than a
-    chunk scales theta down.) All tokens start with alpha = 0.01,
-    eta = 0.9 and rate = 0.5, for the weights start at zero. Computed in fp32, under autocast too
-    (in fp64 for an fp64 x).
+    chunk scales theta down.) All tokens start with the same gates, for the weights start at zero.
+    Computed in fp32, under autocast too (in fp64 for an fp64 x).
 
     Args:
         dim: width of x.
@@ -34,6 +28,7 @@ class Gates(nn.Module):
         theta: "learned", or the constant.
         max_step: what chunk * theta / (1 - eta) stays below.
         chunk: tokens whose gradients are taken at the same weights.
+        starts: of alpha, eta and rate.
         device, dtype: of the weights.
     """
 
@@ -45,6 +40,7 @@ class Gates(nn.Module):
         theta: Literal["learned"] | float,
         max_step: float,
         chunk: int,
+        starts: tuple[float, float, float],
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
@@ -52,9 +48,8 @@ class Gates(nn.Module):
         self.heads = heads
         self.constant_theta: float | None = None if theta == "learned" else float(theta)
         self.largest: float = max_step / chunk
-        self.starts: list[float] = [ALPHA_START, ETA_START]
-        if self.constant_theta is None:
-            self.starts.append(THETA_START)
+        # A constant theta is no gate.
+        self.starts: tuple[float, ...] = starts if self.constant_theta is None else starts[:2]
         self.linear: nn.Linear = nn.Linear(
             dim, len(self.starts) * heads, device=device, dtype=dtype
         )

@@ -22,6 +22,7 @@ CHOICES = {
     "reduction": REDUCTIONS,
     "scope": ("sequence", "batch_pooled"),
     "read": READS,
+    "forget": ("zero", "initial"),
 }
 
 
@@ -36,6 +37,10 @@ def check_rules(rules: Rules) -> None:
         checked_positive("max_grad_norm", rules.max_grad_norm)
     if rules.granularity == "token" and rules.scope == "batch_pooled":
         raise ValueError('scope "batch_pooled" pools steps, got it with granularity "token"')
+    if rules.granularity != "token" and rules.residual_norm:
+        raise ValueError(
+            f'residual_norm is for granularity "token", got it with "{rules.granularity}"'
+        )
     if rules.layers != 2 and rules.backend == "triton":
         raise ValueError(
             'layers must be 2 with backend "triton": the kernels serve no other, '
@@ -52,6 +57,22 @@ def checked_head_dim(dim: int, heads: int, head_dim: int | None) -> int:
     if dim % heads:
         raise ValueError(f"dim must be a multiple of heads = {heads} without head_dim, got {dim}")
     return dim // heads
+
+
+def checked_starts(length: float, eta: float, rate: float) -> tuple[float, float, float]:
+    """What alpha, eta and a learned rate start at, each between 0 and 1."""
+    starts = {
+        "memory_length": 1.0 / checked_positive("memory_length", length),
+        "eta_start": checked_positive("eta_start", eta),
+        "rate_start": checked_positive("rate_start", rate),
+    }
+    given = {"memory_length": length, "eta_start": eta, "rate_start": rate}
+    for name, start in starts.items():
+        if not 0.0 < start < 1.0:
+            wanted = "above 1" if name == "memory_length" else "between 0 and 1"
+            raise ValueError(f"{name} must be {wanted}, got {given[name]}")
+    alpha, eta, rate = starts.values()
+    return alpha, eta, rate
 
 
 def check_tokens(

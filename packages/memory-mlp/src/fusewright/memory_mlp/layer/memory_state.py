@@ -65,6 +65,9 @@ class MemoryStats(NamedTuple):
         alpha, eta, theta: ``[B, T, heads]``, the gates of the tokens.
         written: ``[B, T, heads]`` bool, which tokens were written.
         skipped: ``[B, heads]`` int64, tokens not written for that.
+        loss: the inner loss |M(k) - v|^2, over D where ``reduction`` is a mean: of each token at
+            the weights with which its chunk began, ``[B, T, heads]``, 0 where it writes nothing;
+            with pooled steps as ``reduction`` has it, of each step ``[B, steps, heads]``.
     """
 
     alpha: Tensor
@@ -72,6 +75,7 @@ class MemoryStats(NamedTuple):
     theta: Tensor
     written: Tensor
     skipped: Tensor
+    loss: Tensor
 
     def means(self) -> tuple[Tensor, Tensor, Tensor]:
         """(alpha, eta, theta) over the written tokens, rows and heads; 0 where nothing was written.
@@ -183,10 +187,10 @@ def with_rows_reset(
     )
 
 
-def stats_of(writes: Writes, skipped: Tensor) -> MemoryStats:
+def stats_of(writes: Writes, skipped: Tensor, loss: Tensor) -> MemoryStats:
     """The stats of a call that wrote ``writes``."""
     alpha, eta, theta = (x.detach() for x in (writes.alpha, writes.eta, writes.theta))
-    return MemoryStats(alpha, eta, theta, writes.written, skipped)
+    return MemoryStats(alpha, eta, theta, writes.written, skipped, loss)
 
 
 @torch.no_grad()

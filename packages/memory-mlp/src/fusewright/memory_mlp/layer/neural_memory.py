@@ -3,7 +3,7 @@ r"""The neural memory as a layer: projections, gates, the memory, the output.
     q, k = normalised(SiLU(conv(x W_q))), normalised(SiLU(conv(x W_k)))     v = SiLU(conv(x W_v))
     alpha, eta, theta = gates(x)
     S_t = eta_t S_(t-1) - theta_t (gradient of |M(k_t) - v_t|^2)
-    M_t = (1 - alpha_t) M_(t-1) + S_t
+    M_t = (1 - alpha_t) M_(t-1) + alpha_t R + S_t      R: the initial weights, in the paper zero
     y_t = M_t(q_t), all heads joined, W_o
 
 Behrouz, Zhong, Mirrokni, Titans: Learning to Memorize at Test Time, arXiv 2501.00663, sections 3.1,
@@ -20,12 +20,21 @@ from torch import Tensor, nn
 
 from .._core.backends import Backend
 from .._core.checks import check_option, checked_count
+from .._core.precision import wide_dtype
 from ..common.checks import checked_positive
+from ..common.weights import MemoryWeights, Weights
 from ..inputs.gates import Gates
 from ..inputs.memory_input import memory_input
 from ..inputs.projections import KEY_NORMS, KeyNorm, Projections
 from ..inputs.tokens import counted_tokens, finite_tokens, gated_tokens, kept_tokens
-from .checks import check_mask, check_rules, check_state, check_tokens, checked_head_dim
+from .checks import (
+    check_mask,
+    check_rules,
+    check_state,
+    check_tokens,
+    checked_head_dim,
+    checked_starts,
+)
 from .memory_state import (
     MemoryState,
     MemoryStats,
@@ -35,7 +44,17 @@ from .memory_state import (
     stats_of,
     with_rows_reset,
 )
-from .steps import Granularity, Read, Reduction, Rules, Scope, read, run_steps, weights_at_end
+from .steps import (
+    Forget,
+    Granularity,
+    Read,
+    Reduction,
+    Rules,
+    Scope,
+    read,
+    run_steps,
+    weights_at_end,
+)
 
 OuterGrad = Literal["full", "detach_state", "none"]
 OUTER_GRADS = ("full", "detach_state", "none")
@@ -75,6 +94,15 @@ class NeuralMemory(nn.Module):
             all rows and every step pools their tokens, so that rows depend on one another; not for
             "token".
         convolution: taps of the causal depthwise convolution after the projections; 0 for none.
+        forget: what the memory's weights tend to where they are forgotten: "initial", those of
+            ``initial``, or "zero", as in the paper.
+        memory_length: tokens that the memory is meant for: alpha starts at 1 / memory_length.
+        eta_start, rate_start: what eta and a learned theta's fraction of its largest value start
+            at, between 0 and 1.
+        residual_norm: whether the memory is M(x) = x + N(layers of x), N a layer norm over D
+            without gain, rather than its layers alone: what it says stays bounded, and the larger
+            its weights are, the less a step changes it, so that it does not diverge. For "token"
+            alone, where it is the default; the paper has neither.
         max_grad_norm: the largest norm of a step's gradient, over all tensors of a memory: of a
             pooled step's, or for "token" of each token's. Without it one token of "token" that is
             finite, but a million times as large as the others, is all that its row remembers.
@@ -121,6 +149,11 @@ class NeuralMemory(nn.Module):
         max_step: float = 0.5,
         scope: Scope = "sequence",
         convolution: int = 4,
+        forget: Forget = "initial",
+        memory_length: float = 16384.0,
+        eta_start: float = 0.9,
+        rate_start: float = 0.5,
+        residual_norm: bool | None = None,
         max_grad_norm: float | None = None,
         outer_grad: OuterGrad = "full",
         read: Read = "after",
@@ -130,8 +163,12 @@ class NeuralMemory(nn.Module):
     ) -> None:
         if theta != "learned":
             theta = checked_positive("theta", theta)
+        if residual_norm is None:
+            residual_norm = granularity == "token"
         pooling = granularity, reduction, scope, max_grad_norm
-        rules = Rules(layers, activation, chunk, *pooling, read, backend, theta)
+        rules = Rules(
+            *(layers, activation, chunk, *pooling, read, backend, theta, forget, residual_norm)
+        )
         check_rules(rules)
         head_dim = checked_head_dim(dim, heads, head_dim)
         hidden = 4 * head_dim if hidden is None else hidden
@@ -141,6 +178,7 @@ class NeuralMemory(nn.Module):
         if key_norm is not None:
             check_option("key_norm", key_norm, KEY_NORMS)
         max_step = checked_positive("max_step", max_step)
+        starts = checked_starts(memory_length, eta_start, rate_start)
         super().__init__()
         self.dim: int = dim
         self.heads: int = heads
@@ -158,7 +196,8 @@ class NeuralMemory(nn.Module):
             backend=backend,
             **place,
         )
-        self.gates: Gates = Gates(dim, heads, theta=theta, max_step=max_step, chunk=chunk, **place)
+        gates: dict[str, Any] = {"theta": theta, "max_step": max_step, "starts": starts}
+        self.gates: Gates = Gates(dim, heads, chunk=chunk, **gates, **place)
         self.output: nn.Linear = nn.Linear(heads * head_dim, dim, bias=False, **place)
         widths = [head_dim, *(hidden,) * (layers - 1), head_dim]
         self.initial: nn.ParameterDict = nn.ParameterDict()
@@ -277,9 +316,11 @@ class NeuralMemory(nn.Module):
             theta=self.gates.constant_theta,
             backend=backend,
         )
+        rest = self.rest()
         if self.outer_grad == "none":
             state, writes = detached(state), writes.map(Tensor.detach)
-        steps = run_steps(self.rules, q, writes, state.weights, state.momentum, state.tail)
+        memory = state.weights, state.momentum, rest
+        steps = run_steps(self.rules, q, writes, *memory, state.tail)
         kept = writes.written if fine is None else writes.written & fine.unsqueeze(-1)
         # Masked tokens are not written, and not counted as skipped.
         skipped, *counters = counted_tokens(
@@ -288,7 +329,7 @@ class NeuralMemory(nn.Module):
         state = MemoryState(steps.weights, steps.momentum, steps.tail, history, *counters)
         if self.outer_grad != "full":
             state = detached(state)
-        return Reads(steps.y.flatten(2), kept, mask), state, stats_of(writes, skipped)
+        return Reads(steps.y.flatten(2), kept, mask), state, stats_of(writes, skipped, steps.loss)
 
     def outputs(self, reads: Reads) -> Tensor:
         """``[B, T, dim]``: W_o of the reads; NaN where they are not kept, 0 where masked.
@@ -330,10 +371,20 @@ class NeuralMemory(nn.Module):
             before, _ = finite_tokens(before, None, backend=backend)
         if self.outer_grad == "none":
             state = detached(state)
-        weights = weights_at_end(self.rules, state.weights, state.momentum, state.tail)
+        memory = state.weights, state.momentum, self.rest()
+        weights = weights_at_end(self.rules, *memory, state.tail)
         q = self.projections.queries_of(queries, before)
         y = self.output(read(self.rules, q, weights).flatten(2))
         return kept_tokens(y, fine.unsqueeze(-1), None, torch.nan, backend=backend)
+
+    def rest(self) -> Weights | None:
+        """What the memory forgets towards, ``[heads, ...]``; None for zero."""
+        if self.rules.forget == "zero":
+            return None
+        own = [x.to(wide_dtype(x)) for x in self.initial.values()]
+        if self.outer_grad == "none":
+            own = [x.detach() for x in own]
+        return MemoryWeights(*own) if len(own) == 4 else tuple(own)
 
     def check_own(self, state: MemoryState, batch: int) -> None:
         """The state must be of a memory like this one and have ``batch`` rows."""

@@ -21,6 +21,7 @@ Granularity = Literal["token", "chunk", "segment"]
 Reduction = Literal["sum", "mean_feature", "mean_all"]
 Scope = Literal["sequence", "batch_pooled"]
 Read = Literal["after", "before"]
+Forget = Literal["zero", "initial"]
 
 
 class Rules(NamedTuple):
@@ -36,6 +37,8 @@ class Rules(NamedTuple):
     read: Read
     backend: Backend
     theta: Literal["learned"] | float
+    forget: Forget = "zero"
+    residual_norm: bool = False
 
 
 class StepResult(NamedTuple):
@@ -47,6 +50,8 @@ class StepResult(NamedTuple):
         tail: the running chunk's tokens.
         skipped: ``[B, heads]``, tokens of pooled steps that were skipped, or that a clipped scan
             lost in the chunks that are complete; None without such.
+        loss: the inner loss: of each token, ``[B, T, heads]``, or of pooled steps, of each step,
+            ``[B, steps, heads]``.
     """
 
     y: Tensor
@@ -54,46 +59,72 @@ class StepResult(NamedTuple):
     momentum: Weights
     tail: Writes
     skipped: Tensor | None
+    loss: Tensor
 
 
 def run_steps(
-    rules: Rules, q: Tensor, writes: Writes, weights: Weights, momentum: Weights, tail: Writes
+    rules: Rules,
+    q: Tensor,
+    writes: Writes,
+    weights: Weights,
+    momentum: Weights,
+    rest: Weights | None,
+    tail: Writes,
 ) -> StepResult:
     """Write T tokens after those of the tail and read q ``[B, T, heads, D]`` on the way."""
     steps = token_steps if rules.granularity == "token" else pooled_steps
-    return steps(rules, q, writes, weights, momentum, tail)
+    return steps(rules, q, writes, weights, momentum, rest, tail)
 
 
 def token_steps(
-    rules: Rules, q: Tensor, writes: Writes, weights: Weights, momentum: Weights, tail: Writes
+    rules: Rules,
+    q: Tensor,
+    writes: Writes,
+    weights: Weights,
+    momentum: Weights,
+    rest: Weights | None,
+    tail: Writes,
 ) -> StepResult:
     """Every token changes the memory; the tail is written again, for its chunk began before it."""
     known = tail.length
     if not known and writes.length and writes.length % rules.chunk == 0:
         # Whole chunks alone. A view of all tokens is a node of autograd too: twelve of them here.
-        y, weights, momentum, lost = scan(rules, q, writes, weights, momentum)
-        return StepResult(y, weights, momentum, tail, lost)
+        y, weights, momentum, lost, loss = scan(rules, q, writes, weights, momentum, rest)
+        return StepResult(y, weights, momentum, tail, lost, loss)
     if known:
         q = F.pad(q, (0, 0, 0, 0, known, 0))
     joined = tail.then(writes)
     closed = joined.length // rules.chunk * rules.chunk
     new_tail = joined.part(closed, joined.length)
-    out = []
+    out, losses = [], []
     lost = None
     if closed:
         part = joined.part(0, closed)
-        y, weights, momentum, lost = scan(rules, q[:, :closed], part, weights, momentum)
+        memory = weights, momentum, rest
+        y, weights, momentum, lost, loss = scan(rules, q[:, :closed], part, *memory)
         out.append(y)
+        losses.append(loss)
     if new_tail.length:
-        out.append(scan(rules, q[:, closed:], new_tail, weights, momentum)[0])
+        y, _, _, _, loss = scan(rules, q[:, closed:], new_tail, weights, momentum, rest)
+        out.append(y)
+        losses.append(loss)
     y = torch.cat(out, 1) if len(out) > 1 else out[0] if out else q
-    return StepResult(y[:, known:], weights, momentum, new_tail.kept(tail), lost)
+    loss = torch.cat(losses, 1) if losses else joined.alpha.detach()
+    new_tail = new_tail.kept(tail)
+    return StepResult(y[:, known:], weights, momentum, new_tail, lost, loss[:, known:])
 
 
 def scan(
-    rules: Rules, q: Tensor, writes: Writes, weights: Weights, momentum: Weights
-) -> tuple[Tensor, Weights, Weights, Tensor | None]:
-    """Write and read token by token, from the start of a chunk; last, how many tokens were lost."""
+    rules: Rules,
+    q: Tensor,
+    writes: Writes,
+    weights: Weights,
+    momentum: Weights,
+    rest: Weights | None,
+) -> tuple[Tensor, Weights, Weights, Tensor | None, Tensor]:
+    """Write and read token by token, from the start of a chunk; last, how many tokens were lost,
+    and the inner loss of each.
+    """
     theta, limit = writes.theta, rules.max_grad_norm
     if rules.reduction != "sum":
         # A step is one token: both means are over its features. The scan's gradient is the sum's.
@@ -104,15 +135,27 @@ def scan(
         "chunk": rules.chunk,
         "activation": rules.activation,
         "read": rules.read,
+        "residual_norm": rules.residual_norm,
         "max_grad_norm": limit,
     }
     if isinstance(weights, MemoryWeights) and isinstance(momentum, MemoryWeights):
-        return memory_scan(*rows, weights, momentum, *gates, backend=rules.backend, **options)
-    return deep_memory_scan(*rows, weights, momentum, *gates, **options)
+        resting = rest if isinstance(rest, MemoryWeights) else None
+        memory = weights, momentum, *gates, resting
+        done = memory_scan(*rows, *memory, backend=rules.backend, **options)
+    else:
+        done = deep_memory_scan(*rows, weights, momentum, *gates, rest, **options)
+    *found, loss = done
+    return *found, loss if rules.reduction == "sum" else loss / q.shape[-1]
 
 
 def pooled_steps(
-    rules: Rules, q: Tensor, writes: Writes, weights: Weights, momentum: Weights, tail: Writes
+    rules: Rules,
+    q: Tensor,
+    writes: Writes,
+    weights: Weights,
+    momentum: Weights,
+    rest: Weights | None,
+    tail: Writes,
 ) -> StepResult:
     """One step for every chunk that is complete, or for the call; queries read the memory as it was
     at the start of their chunk.
@@ -121,24 +164,31 @@ def pooled_steps(
     joined = tail.then(writes)
     size = rules.chunk if rules.granularity == "chunk" else max(joined.length, 1)
     closed = joined.length // size * size
-    out = []
+    out, losses = [], []
     skipped = None
     for start in range(0, joined.length, size):
         stop = min(start + size, joined.length)
         out.append(read(rules, q[:, max(start - known, 0) : stop - known], weights))
         if stop <= closed:
             part = joined.part(start, stop)
-            weights, momentum, lost = pooled_step(rules, part, weights, momentum)
+            weights, momentum, lost, loss = pooled_step(rules, part, weights, momentum, rest)
+            losses.append(loss.expand(len(lost), -1))
             skipped = lost if skipped is None else skipped + lost
     y = torch.cat(out, 1) if len(out) > 1 else out[0] if out else q
     new_tail = joined.part(closed, joined.length).kept(tail)
-    return StepResult(y, weights, momentum, new_tail, skipped)
+    none = joined.alpha.detach()[:, :0]
+    return StepResult(
+        *(y, weights, momentum, new_tail, skipped),
+        torch.stack(losses, 1) if losses else none,
+    )
 
 
 def pooled_step(
-    rules: Rules, writes: Writes, weights: Weights, momentum: Weights
-) -> tuple[Weights, Weights, Tensor]:
-    """(weights, momentum, ``[B, heads]`` how many tokens a skipped step does not write)."""
+    rules: Rules, writes: Writes, weights: Weights, momentum: Weights, rest: Weights | None
+) -> tuple[Weights, Weights, Tensor, Tensor]:
+    """(weights, momentum, ``[B, heads]`` how many tokens a skipped step does not write, the inner
+    loss ``[B or 1, heads]``).
+    """
     tokens = writes.written.sum(1)
     if rules.scope == "batch_pooled":
         writes = writes.map(lambda x: x.flatten(0, 1).unsqueeze(0))
@@ -173,6 +223,11 @@ def pooled_step(
         update = memory_update(k, v, weights, momentum, *operands, backend=rules.backend, **options)
     else:
         update = deep_memory_update(k, v, weights, momentum, *operands, **options)
+    new_weights: Weights = update.weights
+    if rest is not None:
+        # A step that is skipped leaves the memory as it is.
+        share = torch.where(update.skipped, 0.0, alpha)
+        new_weights = mapped(lambda w, r: w + over(share, w) * r, new_weights, rest)
     # Where no token is written, momentum does not change the memory either.
     some = count > 0
 
@@ -180,7 +235,8 @@ def pooled_step(
         return mapped(lambda x, y: torch.where(over(some, x), x, y), new, old)
 
     lost = torch.where(update.skipped, tokens, 0)
-    return stepped(update.weights, weights), stepped(update.momentum, momentum), lost
+    new = stepped(new_weights, weights), stepped(update.momentum, momentum)
+    return *new, lost, update.loss.detach()
 
 
 def read(rules: Rules, q: Tensor, weights: Weights) -> Tensor:
@@ -192,14 +248,18 @@ def read(rules: Rules, q: Tensor, weights: Weights) -> Tensor:
         # Pooled steps take wider heads than the read's kernels do.
         served = fits(q.shape[-1], weights.b1.shape[-1])
         backend = rules.backend if served else "reference"
-        y = memory_read(q, weights, activation=rules.activation, backend=backend)
+        form: dict[str, Any] = {"backend": backend, "residual_norm": rules.residual_norm}
+        y = memory_read(q, weights, activation=rules.activation, **form)
     else:
-        y = deep_memory_read(q, weights, activation=rules.activation)
+        form = {"activation": rules.activation, "residual_norm": rules.residual_norm}
+        y = deep_memory_read(q, weights, **form)
     return y.squeeze(0).unflatten(0, (rows, tokens)) if rules.scope == "batch_pooled" else y
 
 
-def weights_at_end(rules: Rules, weights: Weights, momentum: Weights, tail: Writes) -> Weights:
+def weights_at_end(
+    rules: Rules, weights: Weights, momentum: Weights, rest: Weights | None, tail: Writes
+) -> Weights:
     """The weights after the tail's tokens; before them where only complete chunks are written."""
     if rules.granularity != "token" or tail.length == 0:
         return weights
-    return scan(rules, tail.k, tail, weights, momentum)[1]
+    return scan(rules, tail.k, tail, weights, momentum, rest)[1]

@@ -11,11 +11,13 @@ fixed order.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .._core.backends import Backend, decline, uses_triton
 from .._core.checks import FLOATING, check_device, check_floating, check_option
-from .._core.precision import autocast, without_autocast
+from .._core.precision import autocast, wide, without_autocast
 from .._core.registration import Derivative, Op, empty_grad
 from ..common import reference as common_reference
 from ..common.checks import ACTIVATION_NAMES, are_plain, check_heads
@@ -100,7 +102,12 @@ _backward.derivative_of_reference()
 
 
 def memory_read(
-    q: Tensor, weights: MemoryWeights, *, activation: str = "silu", backend: Backend = "auto"
+    q: Tensor,
+    weights: MemoryWeights,
+    *,
+    activation: str = "silu",
+    residual_norm: bool = False,
+    backend: Backend = "auto",
 ) -> Tensor:
     """M(q) = w2 act(w1 q + b1) + b2.
 
@@ -110,6 +117,8 @@ def memory_read(
         weights: ``[B, heads, ...]`` of any floating dtype; may be expanded. Views of what a scan
             returned are read in place, others are packed first.
         activation: "silu", "relu" or "gelu" (the exact one).
+        residual_norm: whether M(q) is q plus the layer norm of that over its features, without
+            gain, in plain torch.
         backend: "auto" takes the kernels for CUDA tensors and the reference, products of torch, for
             CPU tensors; "triton" raises where the kernels cannot serve.
 
@@ -131,16 +140,23 @@ def memory_read(
     (q,) = autocast(q)
     hidden = weights.b1.shape[-1]
     if uses_triton(q, backend) and serves(q, hidden, backend):
-        return _forward(q, pack_weights(weights).to(torch.float32), hidden, activation)
-    return reference.memory_read(q, cast(weights, q.dtype), activation)
+        y = _forward(q, pack_weights(weights).to(torch.float32), hidden, activation)
+    else:
+        y = reference.memory_read(q, cast(weights, q.dtype), activation)
+    if not residual_norm:
+        return y
+    return (wide(q) + common_reference.normalised(wide(y))[0]).to(q.dtype)
 
 
-def deep_memory_read(q: Tensor, weights: Weights, *, activation: str) -> Tensor:
+def deep_memory_read(
+    q: Tensor, weights: Weights, *, activation: str, residual_norm: bool = False
+) -> Tensor:
     """:func:`memory_read` of a memory of any number of layers, (w1, b1, .., wn, bn), in plain
     torch, in fp32 (fp64 for fp64 queries); nothing is checked.
     """
     with without_autocast(q.device):
-        y = common_reference.memory_read(q.transpose(1, 2), weights, activation=activation)
+        form: dict[str, Any] = {"activation": activation, "residual_norm": residual_norm}
+        y = common_reference.memory_read(q.transpose(1, 2), weights, **form)
         return y.transpose(1, 2)
 
 

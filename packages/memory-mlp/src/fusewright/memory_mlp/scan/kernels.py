@@ -3,13 +3,16 @@
 Of one chunk of C tokens, with W and S those with which it begins and G_j = (p_j k_j^T, p_j, e_j
 h_j^T, e_j) the gradient of token j:
 
-    W_t = keep_t W + carry_t S - sum over j <= t of gamma_tj G_j     gates alone make the factors
-    S_t = decay_t S - sum over j <= t of nu_tj G_j
+    W_t = keep_t W + (1 - keep_t) R + carry_t S - sum over j <= t of gamma_tj G_j
+    S_t = decay_t S - sum over j <= t of nu_tj G_j                   gates alone make the factors
     z = k w1^T + b1    h = act(z)    e = 2 (h w2^T + b2 - v)    p = (e w2) * act'(z)
     W, S of the next chunk = W_t, S_t of the last token              chunk after chunk
     z_q = keep (q w1^T + b1) + carry (q s1^T + c1) - (gamma * (q k^T + 1)) p
     h_q = act(z_q)                                                   all chunks at once
     y = keep (h_q w2^T + b2) + carry (h_q s2^T + c2) - (gamma * (h_q h^T + 1)) e
+
+and 1 - keep times the layers of R, where there is one. With RESIDUAL_NORM y = q + N(y), and e is
+the gradient through k + N of the layers' output.
 
 With a clip ``kernels_clip`` goes from chunk to chunk, and e and p are multiplied by the factors
 that it has found.
@@ -36,15 +39,16 @@ from ..common.tiles import (
 )
 from .tiles import (
     COUNTS,
-    FACTOR,
     TOKENS_AT_ONCE,
     chunk_of_program,
     hidden_of,
     hypotenuse,
+    inner_gradient,
     load_last,
     load_memory,
     load_seen,
     load_written,
+    normalised,
     norms_of_rows,
     store_part,
     sum_of_programs,
@@ -132,6 +136,7 @@ def scan_states_kernel(
     nu_ptr,
     reach_ptr,
     state_ptr,
+    rest_ptr,
     states_ptr,
     end_ptr,
     parts_ptr,
@@ -149,8 +154,9 @@ def scan_states_kernel(
 ):
     """One program carries BLOCK_H hidden units of the memory and the momentum of one head over all
     chunks; with the other BLOCKS - 1 programs of its head it adds up the memory's outputs for
-    the keys. It starts from ``state`` and writes the state with which each chunk began, ``states``
-    [chunks, heads of all rows, 2, SIZE], and that with which the last one ended, ``end``.
+    the keys. It starts from ``state``, forgets towards ``rest`` [heads, SIZE] or zero, and writes
+    the state with which each chunk began, ``states`` [chunks, heads of all rows, 2, SIZE], and that
+    with which the last one ended, ``end``.
 
     Weights are held as [BLOCK_D, BLOCK_H]: every tile has the rows that a group of four warps
     takes, however few hidden units a program has, so that more programs can work on a head.
@@ -191,10 +197,17 @@ def scan_states_kernel(
         store_memory(memory + SIZE, (s1, sb1, s2, sb2), block, CONFIG)
         w1, s1 = keep * w1 + carry * s1, decay * s1
         w2, s2 = keep * w2 + carry * s2, decay * s2
+        b1, sb1 = keep * b1 + carry * sb1, decay * sb1
+        after_b2, sb2 = keep * b2 + carry * sb2, decay * sb2
+        if rest_ptr is not None:
+            r1, rb1, r2, rb2 = load_memory(rest_ptr + head * SIZE, block, CONFIG)
+            w1 += (1.0 - keep) * r1
+            w2 += (1.0 - keep) * r2
+            b1 += (1.0 - keep) * rb1
+            after_b2 += (1.0 - keep) * rb2
         if CONFIG.BLOCKS > 1:
             read = sum_of_programs(parts_ptr, arrived_ptr, own, chunk, CONFIG)
-        e = FACTOR * (read + b2[None, :] - v.to(tl.float32))
-        e = tl.where(written[:, None], e, 0.0)
+        e, _ = inner_gradient(read + b2[None, :], k, v, written, CONFIG)
         e_rounded = e.to(k.dtype)
         p = product(e_rounded, w2_rounded, CONFIG) * slope
 
@@ -205,16 +218,16 @@ def scan_states_kernel(
         w2 = product_onto(w2, tl.trans(to_memory.to(k.dtype)), h_rounded, CONFIG)
         s2 = product_onto(s2, tl.trans(to_momentum.to(k.dtype)), h_rounded, CONFIG)
         to_memory, to_momentum = sums(to_memory, to_momentum)
-        b2 = keep * b2 + carry * sb2 + to_memory
-        sb2 = decay * sb2 + to_momentum
+        b2 = after_b2 + to_memory
+        sb2 += to_momentum
         k_transposed = tl.trans(k)
         to_memory = -gamma[:, None] * p
         to_momentum = -nu[:, None] * p
         w1 = product_onto(w1, k_transposed, to_memory.to(k.dtype), CONFIG)
         s1 = product_onto(s1, k_transposed, to_momentum.to(k.dtype), CONFIG)
         to_memory, to_momentum = sums(to_memory, to_momentum)
-        b1 = keep * b1 + carry * sb1 + to_memory
-        sb1 = decay * sb1 + to_momentum
+        b1 += to_memory
+        sb1 += to_momentum
     memory = end_ptr + own * (2 * SIZE)
     store_memory(memory, (w1, b1, w2, b2), block, CONFIG)
     store_memory(memory + SIZE, (s1, sb1, s2, sb2), block, CONFIG)
@@ -229,7 +242,9 @@ def scan_read_kernel(
     gamma_ptr,
     reach_ptr,
     states_ptr,
+    rest_ptr,
     y_ptr,
+    loss_ptr,
     e_ptr,
     e_wide_ptr,
     h_ptr,
@@ -239,6 +254,8 @@ def scan_read_kernel(
     read_h_ptr,
     read_slope_ptr,
     matches_ptr,
+    output_ptr,
+    read_output_ptr,
     pull_ptr,
     factors_ptr,
     tokens,
@@ -258,9 +275,11 @@ def scan_read_kernel(
     CONFIG: tl.constexpr,
 ):
     """One program reads for the queries of one chunk of one head; ``chunks`` chunks of every head
-    from ``first_chunk`` on are read. With ``e`` it writes, instead of y, what the backward pass
-    needs of the keys (e [C, D], rounded and in fp32; h, act'(z), dh act''(z) and p [C, HIDDEN]) and
-    of the reads (h and act'(z) [C, HIDDEN], and how the hidden layers match [C, C]).
+    from ``first_chunk`` on are read. It writes y and ``loss`` [B, tokens, heads], |M(k) - v|^2 at
+    the weights with which the chunk began; with ``e``, instead, what the backward pass needs of the
+    keys (e [C, D], rounded and in fp32; h, act'(z), dh act''(z) and p [C, HIDDEN]) and of the reads
+    (h and act'(z) [C, HIDDEN], and how the hidden layers match [C, C]); with RESIDUAL_NORM also
+    what the layers make of both, ``output`` and ``read_output`` [C, D].
 
     With ``factors``, by which e is multiplied, and ``e``, also ``pull`` [C, D]: half the gradient
     of the square of the norm of a token's gradient by e, p being a function of e.
@@ -289,14 +308,22 @@ def scan_read_kernel(
     gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, CONFIG)
     memory = states_ptr + (chunk * all_heads + own) * (2 * SIZE)
     momentum = memory + SIZE
-    e = zeros(BLOCK_C, CONFIG.BLOCK_D)
+    rest = rest_ptr
+    if rest_ptr is not None:
+        rest = rest_ptr + place[1] * SIZE
+    output = zeros(BLOCK_C, CONFIG.BLOCK_D)
     for block in tl.range(0, CONFIG.BLOCKS, num_stages=1):
         z = hidden_of(k, memory, block, CONFIG)
         w2 = load_weights(memory, block, 2, CONFIG).to(k.dtype)
         h, _, _ = activated(z, CONFIG)
-        e = product_onto(e, h.to(k.dtype), w2, CONFIG)
-    e = FACTOR * (e + load_b2(memory, CONFIG)[None, :] - v.to(tl.float32))
-    e = tl.where(written[:, None], e, 0.0)
+        output = product_onto(output, h.to(k.dtype), w2, CONFIG)
+    output += load_b2(memory, CONFIG)[None, :]
+    if output_ptr is not None:
+        store_matrix(output_ptr + local * (C * D), output, token, col, C, D)
+    e, residual = inner_gradient(output, k, v, written, CONFIG)
+    if loss_ptr is not None:
+        at = token_numbers(loss_ptr, place, there, tokens, heads, CONFIG)
+        tl.store(at, tl.sum(residual * residual, 1), mask=there)
     if factors_ptr is not None:
         e = e * factor[:, None]
     if e_ptr is not None:
@@ -338,17 +365,35 @@ def scan_read_kernel(
         sb1 = load_b1(momentum, block, CONFIG)[None, :]
         z = product(q_kept, w1, CONFIG)  # [BLOCK_C, BLOCK_H]
         z = product_onto(z, q_carried, s1, CONFIG)
-        z = product_onto(z, by_p, p, CONFIG) + (keep * b1 + carry * sb1)
+        b1 = keep * b1 + carry * sb1
+        if rest_ptr is not None:
+            r1 = tl.trans(load_weights(rest, block, 1, CONFIG).to(k.dtype))
+            z = product_onto(z, ((1.0 - keep) * q.to(tl.float32)).to(k.dtype), r1, CONFIG)
+            b1 += (1.0 - keep) * load_b1(rest, block, CONFIG)[None, :]
+        z = product_onto(z, by_p, p, CONFIG) + b1
         h_q, slope_q, _ = activated(z, CONFIG)
         matches = product_onto(matches, h_q.to(k.dtype), tl.trans(h), CONFIG)
         if e_ptr is not None:
             store_matrix(read_h_ptr + corner, h_q.to(k.dtype), token, row, C, HIDDEN)
             store_matrix(read_slope_ptr + corner, slope_q.to(k.dtype), token, row, C, HIDDEN)
-        else:
+        if e_ptr is None or CONFIG.RESIDUAL_NORM:
             s2 = load_weights(momentum, block, 2, CONFIG).to(k.dtype)
             y = product_onto(y, (keep * h_q).to(k.dtype), w2, CONFIG)
             y = product_onto(y, (carry * h_q).to(k.dtype), s2, CONFIG)
+            if rest_ptr is not None:
+                r2 = load_weights(rest, block, 2, CONFIG).to(k.dtype)
+                y = product_onto(y, ((1.0 - keep) * h_q).to(k.dtype), r2, CONFIG)
+    if e_ptr is None or CONFIG.RESIDUAL_NORM:
+        # Loaded again: held since the start, they would fill the registers.
+        gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, CONFIG)
+        y = product_onto(y, (-matches * gamma).to(k.dtype), e, CONFIG)
+        y += keep * load_b2(memory, CONFIG)[None, :]
+        y += carry * load_b2(momentum, CONFIG)[None, :]
+        if rest_ptr is not None:
+            y += (1.0 - keep) * load_b2(rest, CONFIG)[None, :]
     if e_ptr is not None:
+        if CONFIG.RESIDUAL_NORM:
+            store_matrix(read_output_ptr + local * (C * D), y, token, col, C, D)
         store_matrix(e_ptr + local * (C * D), e, token, col, C, D)
         store_matrix(matches_ptr + local * (C * C), matches, token, token, C, C)
         if pull_ptr is not None:
@@ -363,9 +408,7 @@ def scan_read_kernel(
             pull += k_norm[:, None] * (k_norm[:, None] * by_p_slope)
             store_matrix(pull_ptr + local * (C * D), pull, token, col, C, D)
     else:
-        # Loaded again: held since the start, they would fill the registers.
-        gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, CONFIG)
-        y = product_onto(y, (-matches * gamma).to(k.dtype), e, CONFIG)
-        y += keep * load_b2(memory, CONFIG)[None, :]
-        y += carry * load_b2(momentum, CONFIG)[None, :]
+        if CONFIG.RESIDUAL_NORM:
+            n, _ = normalised(y, CONFIG)
+            y = q.to(tl.float32) + n
         store_token_rows(y_ptr, y, place, there, tokens, heads, CONFIG)

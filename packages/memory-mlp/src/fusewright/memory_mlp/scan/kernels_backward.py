@@ -33,6 +33,7 @@ from .tiles import (
     norms_of_rows,
     store_part,
     sum_of_programs,
+    through_inner_gradient,
     token_numbers,
 )
 
@@ -84,6 +85,9 @@ def scan_states_backward_kernel(
     p_ptr,
     pull_ptr,
     tau_ptr,
+    v_ptr,
+    output_ptr,
+    dk_norm_ptr,
     limit,
     tokens,
     heads,
@@ -93,6 +97,9 @@ def scan_states_backward_kernel(
     k_batch_stride,
     k_token_stride,
     k_head_stride,
+    v_batch_stride,
+    v_token_stride,
+    v_head_stride,
     CONFIG: tl.constexpr,
 ):
     """One program carries the gradient of BLOCK_H hidden units of the memory and the momentum of
@@ -101,6 +108,9 @@ def scan_states_backward_kernel(
     first chunk began; with the other BLOCKS - 1 programs of its head it adds up de. It computes dv,
     and writes the gradient of z over that of h. Weights' gradients are held as [BLOCK_D, BLOCK_H],
     as in the forward pass.
+
+    With RESIDUAL_NORM e is a function of ``output``, v and k, and ``dk_norm`` [C, D] is the
+    gradient of k through it alone.
 
     With a ``limit`` e and p are those that the clip has left, and rho e_0 = e, rho depending on the
     square n of the norm of the gradient: for a token that is clipped, d rho / d n = -rho / (2 n).
@@ -117,6 +127,7 @@ def scan_states_backward_kernel(
     batch = own // heads
     head = own % heads
     k_at = k_ptr, k_batch_stride, k_token_stride, k_head_stride
+    v_at = v_ptr, v_batch_stride, v_token_stride, v_head_stride
     token = tl.arange(0, CONFIG.BLOCK_C)
     col = tl.arange(0, CONFIG.BLOCK_D)
     row = block * CONFIG.BLOCK_H + tl.arange(0, CONFIG.BLOCK_H)
@@ -218,8 +229,18 @@ def scan_states_backward_kernel(
             dw2 = product_onto(dw2, tl.trans(e), more, CONFIG)
             e_norm = norms_of_rows(e_wide)
             dh += (tau * e_norm)[:, None] * (e_norm[:, None] * h_wide)
-        dr = tl.where(written[:, None], FACTOR * de, 0.0)
-        store_token_rows(dv_ptr, -dr, place, there & (block == 0), tokens, heads, CONFIG)
+        if CONFIG.RESIDUAL_NORM:
+            v = token_rows(v_at, place, written, CONFIG)
+            output = load_matrix(output_ptr + local * (C * D), token, col, C, D)
+            dr, dk = through_inner_gradient(de, output, k, v, CONFIG)
+            dr = tl.where(written[:, None], dr, 0.0)
+            dk = tl.where(written[:, None], dk, 0.0)
+            own_row = tl.where(block == 0, token, C)
+            store_matrix(dk_norm_ptr + local * (C * D), dk, own_row, col, C, D)
+        else:
+            dr = tl.where(written[:, None], FACTOR * de, 0.0)
+            dk = dr
+        store_token_rows(dv_ptr, -dk, place, there & (block == 0), tokens, heads, CONFIG)
         db2 += tl.sum(dr, 0)
         dr = dr.to(k.dtype)
         dh = product_onto(dh, dr, w2, CONFIG)
@@ -254,6 +275,8 @@ def scan_keys_backward_kernel(
     dlast_ptr,
     dend_ptr,
     tau_ptr,
+    rest_ptr,
+    dk_norm_ptr,
     tokens,
     heads,
     all_heads,
@@ -267,7 +290,8 @@ def scan_keys_backward_kernel(
     """One program computes dk of one chunk of one head, and the gradients of the last rows of gamma
     and nu and of the last keep, carry and decay, from the gradient of the memory with which the
     chunk ends. e is a factor of the whole gradient of a token, so its rounding would not average
-    out of those of gamma and nu: here it is in fp32. ``tau`` is that of the clip.
+    out of those of gamma and nu: here it is in fp32. ``tau`` is that of the clip. Of the memory
+    and ``rest`` the last keep weighs the difference.
     """
     C: tl.constexpr = CONFIG.C
     D: tl.constexpr = CONFIG.D
@@ -288,7 +312,11 @@ def scan_keys_backward_kernel(
     dmemory = gradient_after(dstate_ptr, dstates_ptr, own, local, is_last, CONFIG)
     dmomentum = dmemory + SIZE
     e = load_matrix(e_wide_ptr + local * (C * D), token, col, C, D)
+    if rest_ptr is not None:
+        rest = rest_ptr + place[1] * SIZE
     b2 = load_b2(memory, CONFIG)
+    if rest_ptr is not None:
+        b2 -= load_b2(rest, CONFIG)
     sb2 = load_b2(momentum, CONFIG)
     db2 = load_b2(dmemory, CONFIG)
     dsb2 = load_b2(dmomentum, CONFIG)
@@ -300,6 +328,8 @@ def scan_keys_backward_kernel(
     for block in tl.range(0, CONFIG.BLOCKS, num_stages=1):
         row = block * CONFIG.BLOCK_H + tl.arange(0, CONFIG.BLOCK_H)
         w2 = load_weights(memory, block, 2, CONFIG)
+        if rest_ptr is not None:
+            w2 -= load_weights(rest, block, 2, CONFIG)
         s2 = load_weights(momentum, block, 2, CONFIG)
         dw2 = load_weights(dmemory, block, 2, CONFIG)
         ds2 = load_weights(dmomentum, block, 2, CONFIG)
@@ -318,8 +348,12 @@ def scan_keys_backward_kernel(
         ds1 = load_weights(dmomentum, block, 1, CONFIG)
         w1 = load_weights(memory, block, 1, CONFIG)
         s1 = load_weights(momentum, block, 1, CONFIG)
-        to_ends = add_inner_products(to_ends, w1, s1, dw1, ds1)
         b1 = load_b1(memory, block, CONFIG)
+        moved_w1 = w1
+        if rest_ptr is not None:
+            moved_w1 = w1 - load_weights(rest, block, 1, CONFIG)
+            b1 -= load_b1(rest, block, CONFIG)
+        to_ends = add_inner_products(to_ends, moved_w1, s1, dw1, ds1)
         sb1 = load_b1(momentum, block, CONFIG)
         db1 = load_b1(dmemory, block, CONFIG)
         dsb1 = load_b1(dmomentum, block, CONFIG)
@@ -340,12 +374,46 @@ def scan_keys_backward_kernel(
     if tau_ptr is not None:
         # Those of a token that is not clipped may overflow.
         dk += tl.where(tau == 0.0, 0.0, tau * p_squares)[:, None] * k.to(tl.float32)
+    if CONFIG.RESIDUAL_NORM:
+        dk += load_matrix(dk_norm_ptr + local * (C * D), token, col, C, D)
     store_token_rows(dk_ptr, dk, place, there, tokens, heads, CONFIG)
     dlast = dlast_ptr + local * (2 * C) + token
     tl.store(dlast, dgamma, mask=there)
     tl.store(dlast + C, dnu, mask=there)
     for each in tl.static_range(3):
         tl.store(dend_ptr + local * 3 + each, to_ends[each])
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def rest_backward_kernel(
+    reach_ptr,
+    dstates_ptr,
+    dstate_ptr,
+    drests_ptr,
+    drest_ptr,
+    chunks,
+    BLOCK: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
+    """One program adds to BLOCK numbers of one head's ``drest`` [SIZE] what comes through the reads
+    of ``chunks`` chunks and through their ends: 1 - keep times the gradient of the memory with
+    which each ends.
+    """
+    C: tl.constexpr = CONFIG.C
+    SIZE: tl.constexpr = CONFIG.SIZE
+    blocks = tl.cdiv(SIZE, BLOCK)
+    own = (tl.program_id(0) // blocks).to(tl.int64)
+    number = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = number < SIZE
+    total = tl.load(drest_ptr + own * SIZE + number, mask=inside)
+    for back in tl.range(0, chunks):
+        local = own * chunks + (chunks - 1 - back)
+        is_last = back == 0
+        dmemory = gradient_after(dstate_ptr, dstates_ptr, own, local, is_last, CONFIG)
+        lost = 1.0 - tl.load(reach_ptr + local * (3 * C) + C - 1)
+        total += lost * tl.load(dmemory + number, mask=inside)
+        total += tl.load(drests_ptr + local * SIZE + number, mask=inside)
+    tl.store(drest_ptr + own * SIZE + number, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=COUNTS)

@@ -28,10 +28,10 @@ from ..common.tiles import (
 )
 from .tiles import (
     COUNTS,
-    FACTOR,
     are_finite,
     hidden_of,
     hypotenuse,
+    inner_gradient,
     load_last,
     load_memory,
     load_written,
@@ -138,16 +138,16 @@ def clip_kernel(
     written = load_written(written_ptr, place, there, tokens, heads, CONFIG)
     k = token_rows(k_at, place, written, CONFIG)
     v = token_rows(v_at, place, written, CONFIG)
-    e = zeros(BLOCK_C, CONFIG.BLOCK_D)
+    output = zeros(BLOCK_C, CONFIG.BLOCK_D)
     # The ones are the biases' gradients.
     h_norm = tl.full([BLOCK_C], 1.0, tl.float32)
     for block in tl.range(0, CONFIG.BLOCKS, num_stages=1):
         h, _, _ = activated(hidden_of(k, memory, block, CONFIG), CONFIG)
         h_norm = hypotenuse(h_norm, norms_of_rows(h))
         w2 = load_weights(memory, block, 2, CONFIG).to(k.dtype)
-        e = product_onto(e, h.to(k.dtype), w2, CONFIG)
-    e = FACTOR * (e + load_b2(memory, CONFIG)[None, :] - v.to(tl.float32))
-    e = tl.where(written[:, None], e, 0.0)
+        output = product_onto(output, h.to(k.dtype), w2, CONFIG)
+    output += load_b2(memory, CONFIG)[None, :]
+    e, _ = inner_gradient(output, k, v, written, CONFIG)
     # Of one size, so that it can be rounded and squared however large it is.
     size = sizes_of_rows(e)
     e = e / size[:, None]
@@ -180,6 +180,7 @@ def advance_kernel(
     gamma_ptr,
     nu_ptr,
     reach_ptr,
+    rest_ptr,
     states_ptr,
     end_ptr,
     flags_ptr,
@@ -230,20 +231,24 @@ def advance_kernel(
     h_rounded = h.to(k.dtype)
     to_memory = -gamma[:, None] * e
     to_momentum = -nu[:, None] * e
-    w2 = keep * w2 + carry * s2
+    w1, b1 = keep * w1 + carry * s1, keep * b1 + carry * sb1
+    w2, b2 = keep * w2 + carry * s2, keep * b2 + carry * sb2
+    if rest_ptr is not None:
+        r1, rb1, r2, rb2 = load_memory(rest_ptr + own % heads * SIZE, block, CONFIG)
+        w1, b1 = w1 + (1.0 - keep) * r1, b1 + (1.0 - keep) * rb1
+        w2, b2 = w2 + (1.0 - keep) * r2, b2 + (1.0 - keep) * rb2
     w2 = product_onto(w2, tl.trans(to_memory.to(k.dtype)), h_rounded, CONFIG)
     s2 = product_onto(decay * s2, tl.trans(to_momentum.to(k.dtype)), h_rounded, CONFIG)
     to_memory, to_momentum = sums(to_memory, to_momentum)
-    b2 = keep * b2 + carry * sb2 + to_memory
+    b2 += to_memory
     sb2 = decay * sb2 + to_momentum
     k_transposed = tl.trans(k)
     to_memory = -gamma[:, None] * p
     to_momentum = -nu[:, None] * p
-    w1 = keep * w1 + carry * s1
     w1 = product_onto(w1, k_transposed, to_memory.to(k.dtype), CONFIG)
     s1 = product_onto(decay * s1, k_transposed, to_momentum.to(k.dtype), CONFIG)
     to_memory, to_momentum = sums(to_memory, to_momentum)
-    b1 = keep * b1 + carry * sb1 + to_memory
+    b1 += to_memory
     sb1 = decay * sb1 + to_momentum
 
     after = memory + all_heads * (2 * SIZE)

@@ -58,11 +58,11 @@ CLIP = ScanConfig(block_h=64, num_warps=4)
 ADVANCE = ScanConfig(block_h=32, num_warps=4, splits_heads=True, waits=False)
 # Programs of four warps on one multiprocessor.
 PROGRAMS_AT_ONCE = 2
-# hidden, chunk, activation, read, precision.
-Options = tuple[int, int, str, str, str]
-# Tensors of the read kernel that it writes for the backward pass alone, the last one of them where
-# there is a clip.
-NOT_KEPT = (None,) * 10
+# hidden, chunk, activation, read, residual_norm, precision.
+Options = tuple[int, int, str, str, bool, str]
+# Tensors of the read kernel that it writes for the backward pass alone: two of them where there is
+# a norm, the last where there is a clip.
+NOT_KEPT = (None,) * 12
 
 
 class KernelConfig(NamedTuple):
@@ -79,6 +79,7 @@ class KernelConfig(NamedTuple):
     BLOCK_H: int = 0
     BLOCKS: int = 0
     ACTIVATION: str = ""
+    RESIDUAL_NORM: bool = False
     UPCAST: bool = False
     PRECISION: str = ""
 
@@ -94,6 +95,7 @@ class Problem(NamedTuple):
     chunk: int
     activation: str
     read: str
+    residual_norm: bool
     precision: str
     dtype: torch.dtype
     device: torch.device
@@ -110,6 +112,10 @@ class Problem(NamedTuple):
     def state_shape(self) -> tuple[int, ...]:
         """Of weights and momentum, packed."""
         return self.batch, self.heads, 2, packed_size(self.hidden, self.width)
+
+    @property
+    def rest_shape(self) -> tuple[int, ...]:
+        return self.heads, 1, packed_size(self.hidden, self.width)
 
     def sharing(self, configs: tuple[ScanConfig, ...]) -> ScanConfig:
         """The first of the lines all of whose programs run on the GPU at once."""
@@ -140,6 +146,7 @@ class Problem(NamedTuple):
             BLOCK_H=self.block_h(config),
             BLOCKS=self.blocks(config),
             ACTIVATION=self.activation,
+            RESIDUAL_NORM=self.residual_norm,
             UPCAST=interpreted(),
             PRECISION=self.precision,
         )
@@ -198,18 +205,20 @@ class ClipPlan(NamedTuple):
     results: tuple[Allocator, ...]
 
 
-def scan_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """``(y, state after the last token, states with which the chunks began)``.
+def scan_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(y, state after the last token, states with which the chunks began, the inner loss of each
+    token [B, T, heads])``.
 
     Args:
-        arguments: q, k, v, the packed state, alpha, eta, theta, which tokens are written or None;
-            then hidden, chunk, activation and read.
+        arguments: q, k, v, the packed state, alpha, eta, theta, which tokens are written or None,
+            the packed rest or None; then hidden, chunk, activation, read and residual_norm.
     """
-    operands, options = arguments[:8], arguments[8:]
+    operands, options = arguments[:9], arguments[9:]
     q, _, _, state, *_ = operands
     if not q.numel():
         chunks = cdiv(q.shape[1], options[1])
-        return q.new_empty(q.shape), state.clone(), state.new_empty(chunks, *state.shape)
+        y, loss = q.new_empty(q.shape), state.new_empty(q.shape[:3])
+        return y, state.clone(), state.new_empty(chunks, *state.shape), loss
     return launched_forward(operands, options, ())
 
 
@@ -223,11 +232,11 @@ def clipped_forward(*arguments: Any) -> tuple[Tensor, ...]:
     *given, limit = arguments
     q, state, alpha = given[0], given[3], given[4]
     if not q.numel():
-        y, end, states = scan_forward(*given)
+        y, end, states, loss = scan_forward(*given)
         chunks, batch, heads = states.shape[:3]
         taken = state.new_empty((batch, chunks, heads), dtype=torch.bool)
-        return y, end, states, alpha.new_empty(alpha.shape), taken
-    return launched_forward(tuple(given[:8]), given[8:], (limit,))
+        return y, end, states, loss, alpha.new_empty(alpha.shape), taken
+    return launched_forward(tuple(given[:9]), given[9:], (limit,))
 
 
 def launched_forward(
@@ -238,20 +247,20 @@ def launched_forward(
     plan = forward_plan(q.shape, options, layouts(*operands), q.device, bool(limit))
     if plan.copies:
         operands = contiguous_where(operands, plan.copies)
-    q, k, v, state, *gates, written = operands
+    q, k, v, state, *gates, written, rest = operands
     # No call of ``allocate`` for each of them.
     intermediate = [None if x is None else x() for x in plan.intermediate]
     gamma, nu, reach, tiles, arrived = intermediate
-    y, end, states = [allocate() for allocate in plan.results]
+    y, end, states, loss = [allocate() for allocate in plan.results]
     if plan.clip is None:
-        tokens = k, v, written, gamma, nu, reach, state, states, end, tiles, arrived
-        reads = q, k, v, written, gamma, reach, states, y, *NOT_KEPT, None
+        tokens = k, v, written, gamma, nu, reach, state, rest, states, end, tiles, arrived
+        reads = q, k, v, written, gamma, reach, states, rest, y, loss, *NOT_KEPT, None
         launch_in_order(
             LaunchCall(plan.find_decays, (*gates, written, gamma, nu, reach, None, arrived)),
             LaunchCall(plan.write, tokens),
             LaunchCall(plan.read, reads),
         )
-        return y, end, states
+        return y, end, states, loss
     e, flags, step = [allocate() for allocate in plan.clip.intermediate]
     factors, taken = [allocate() for allocate in plan.clip.results]
     states[0].copy_(state)
@@ -259,13 +268,13 @@ def launched_forward(
     plan.find_decays((*gates, written, gamma, nu, reach, None, step))
     settled = states, end, flags, taken, step
     clipped = k, v, written, *settled, e, factors
-    advanced = k, written, gamma, nu, reach, states, end, flags, step, e, factors
+    advanced = k, written, gamma, nu, reach, rest, states, end, flags, step, e, factors
     for _ in range(plan.clip.chunks):
         plan.clip.clip(clipped, limit)
         plan.clip.advance(advanced)
     plan.clip.settle(settled)
-    plan.read((q, k, v, written, gamma, reach, states, y, *NOT_KEPT, factors))
-    return y, end, states, factors, taken
+    plan.read((q, k, v, written, gamma, reach, states, rest, y, loss, *NOT_KEPT, factors))
+    return y, end, states, loss, factors, taken
 
 
 @functools.lru_cache(maxsize=4096)
@@ -276,13 +285,15 @@ def forward_plan(
     device: torch.device,
     clips: bool = False,
 ) -> ForwardPlan:
-    """The plan for operands of these layouts: q, k, v, the state, alpha, eta, theta and, where
-    tokens are left out, which are written. A launch with a clip is another than one without.
+    """The plan for operands of these layouts: q, k, v, the state, alpha, eta, theta, which tokens
+    are written, and rest, None where there is none. A launch with a clip is another than one
+    without.
     """
-    *rows, state, alpha, eta, theta, written = operands
+    *rows, state, alpha, eta, theta, written, rest = operands
     problem = problem_of(shape, options, rows[0], device)
     gates = ((shape[:3], gate) for gate in (alpha, eta, theta, written))
-    copies, strides = head_strides(shape, rows, (problem.state_shape, state), *gates)
+    others = (problem.state_shape, state), *gates, (problem.rest_shape, rest)
+    copies, strides = head_strides(shape, rows, *others)
     chunks, config = problem.chunks, problem.sharing(STATES)
     return ForwardPlan(
         copies,
@@ -299,6 +310,7 @@ def forward_plan(
             problem.narrow(*shape),
             problem.wide(*problem.state_shape),
             problem.wide(chunks, *problem.state_shape),
+            problem.wide(*shape[:3]),
         ),
         clip_plan(problem, strides[1], strides[2]) if clips else None,
     )
@@ -328,10 +340,9 @@ def clip_plan(problem: Problem, k: tuple[int, ...], v: tuple[int, ...]) -> ClipP
 def problem_of(
     shape: tuple[int, int, int, int], options: Options, rows: Layout, device: torch.device
 ) -> Problem:
-    hidden, chunk, activation, read, precision = options
+    hidden, chunk, *others = options
     # A chunk is no longer than there are tokens.
-    chunk = min(chunk, shape[1])
-    return Problem(*shape, hidden, chunk, activation, read, precision, rows[0], device)
+    return Problem(*shape, hidden, min(chunk, shape[1]), *others, rows[0], device)
 
 
 def read_launch(

@@ -15,6 +15,7 @@ from .._core.launches import (
     Launch,
     LaunchCall,
     Layout,
+    cdiv,
     contiguous_where,
     launch,
     launch_in_order,
@@ -54,8 +55,14 @@ KEYS_BACKWARD = ScanConfig(block_h=64, num_warps=4)
 # Memory for the chunks of a part, beyond inputs and results, and of how many parts at once.
 PART_BYTES = 128 << 20
 PLACES = 2
-# What the kernel of the states takes for a clip where there is none: the limit of the norm too.
-NO_CLIP = (None,) * 6
+# What the kernel of the states takes for a clip where there is none, but for the limit, and for a
+# norm.
+NO_CLIP = (None,) * 5
+NO_NORM = (None,) * 3
+# y and the loss, which the recomputation does not write.
+NO_READ = (None,) * 2
+# Numbers of a program that adds up the gradient of what the memory rests at; unmeasured.
+REST_BLOCK = 1024
 
 
 class Part(NamedTuple):
@@ -67,6 +74,7 @@ class Part(NamedTuple):
     write: Launch
     keys: Launch
     gates: Launch
+    rest: Launch
 
 
 class PartCalls(NamedTuple):
@@ -86,6 +94,8 @@ class Place(NamedTuple):
     from_reads: tuple[Tensor, ...]
     from_ends: tuple[Tensor, ...]
     clip: tuple[Tensor, ...]
+    norm: tuple[Tensor, ...]
+    drests: Tensor | None
 
 
 class BackwardPlan(NamedTuple):
@@ -108,19 +118,24 @@ class BackwardPlan(NamedTuple):
     dbegin: Allocator
     # With a clip: its pull at e, and tau.
     clip: tuple[Allocator, ...]
+    # With a norm: what the layers make of keys and of queries, and the gradient of k through it.
+    norm: tuple[Allocator, ...]
+    # With a rest: its gradient through the reads of a part, and through all.
+    rest: tuple[Allocator, ...]
 
 
 def scan_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    """Gradients of (q, k, v, state, alpha, eta, theta).
+    """Gradients of (q, k, v, state, alpha, eta, theta, rest), the last without a number where there
+    is no rest.
 
     Args:
         arguments: the gradients of y and of the last state, q, k, v, the packed state before the
             first token, the states with which the chunks began; then as for ``scan_forward``.
     """
-    dy, dend, q, k, v, _, states, alpha, eta, theta, written, *options = arguments
+    dy, dend, q, k, v, _, states, alpha, eta, theta, written, rest, *options = arguments
     if not q.numel():
-        return without_tokens(dend, q, k, v, alpha, eta, theta)
-    operands = dy, q, k, v, dend, states, alpha, eta, theta, written
+        return without_tokens(dend, rest, q, k, v, alpha, eta, theta)
+    operands = dy, q, k, v, dend, states, alpha, eta, theta, written, rest
     return launched_backward(operands, options, None, ())
 
 
@@ -131,22 +146,23 @@ def clipped_backward(*arguments: Any) -> tuple[Tensor, ...]:
         arguments: as for ``scan_backward``, the factors and which chunks were taken behind the
             states; then the largest norm.
     """
-    dy, dend, q, k, v, _, states, factors, taken, *gates, written = arguments[:13]
-    *options, limit = arguments[13:]
+    dy, dend, q, k, v, _, states, factors, taken, *gates, written, rest = arguments[:14]
+    *options, limit = arguments[14:]
     if not q.numel():
-        return without_tokens(dend, q, k, v, *gates)
+        return without_tokens(dend, rest, q, k, v, *gates)
     # A chunk that was not taken has written nothing, and nothing passes through its reads.
     chunk = min(options[1], q.shape[1])
     seen = taken.unsqueeze(2).expand(-1, -1, chunk, -1).flatten(1, 2)[:, : q.shape[1]]
     dy = torch.where(seen.unsqueeze(-1), dy, 0.0)
     written = seen.contiguous() if written is None else written & seen
-    operands = dy, q, k, v, dend, states, *gates, written
+    operands = dy, q, k, v, dend, states, *gates, written, rest
     return launched_backward(operands, options, factors, (limit,))
 
 
-def without_tokens(dend: Tensor, *like: Tensor) -> tuple[Tensor, ...]:
+def without_tokens(dend: Tensor, rest: Tensor | None, *like: Tensor) -> tuple[Tensor, ...]:
     zeros = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in like]
-    return *zeros[:3], dend.clone(), *zeros[3:]
+    drest = dend.new_zeros(0 if rest is None else rest.shape)
+    return *zeros[:3], dend.clone(), *zeros[3:], drest
 
 
 def launched_backward(
@@ -157,12 +173,14 @@ def launched_backward(
     plan = backward_plan(q.shape, precise, layouts(*operands), q.device, bool(limit))
     if plan.copies:
         operands = contiguous_where(operands, plan.copies)
-    dy, q, k, v, dstate, states, alpha, eta, theta, written = operands
+    dy, q, k, v, dstate, states, alpha, eta, theta, written, rest = operands
     dq, dk, dv, *dgates = [allocate() for allocate in plan.results]
     # With a clip the gates of a token count whose gradient has no norm, and nothing else of it.
     rows_written = written
     if factors is not None:
         rows_written = written & (factors != 0.0)
+    drest = dstate.new_zeros(0) if rest is None else plan.rest[1]().zero_()
+    no_limit = () if limit else (None,)
     places = [place_of(plan) for _ in range(plan.places)]
     calls = []
     for part, place in zip(plan.parts, itertools.cycle(places)):
@@ -176,18 +194,28 @@ def launched_backward(
         if factors is not None:
             pull, tau = place.clip
             clip = factors, e_wide, p, pull, tau
+        output, read_output, dk_norm = place.norm or NO_NORM
+        norm = NO_NORM if output is None else (v, output, dk_norm)
         decays = alpha, eta, theta, written, gamma, nu, reach, place.nus, arrived
-        again = q, k, v, rows_written, gamma, reach, states, None, *place.kept, pull, factors
-        reads = (e, h, p, read_h, read_slope, matches)
-        dreads = (dq, dk_read, de, dh, dp, dgamma, dreach, dstates)
+        remade = *place.kept, output, read_output
+        again = q, k, v, rows_written, gamma, reach, states, rest, *NO_READ, *remade, pull, factors
+        reads = (e, h, p, read_h, read_slope, matches, read_output)
+        dreads = (dq, dk_read, de, dh, dp, dgamma, dreach, dstates, place.drests)
         ends = (gamma, nu, reach, states)
         rows = (h, slope, curve, e, de, dh, dp, dstates, dstate)
         dbegin = plan.dbegin()
-        writes = k, *ends, *rows, dbegin, dv, rows_written, tiles, arrived, *clip
+        writes = k, *ends, *rows, dbegin, dv, rows_written, tiles, arrived, *clip, *norm, *no_limit
         from_ends = place.from_ends
         drows = dk_read, dh, dstates, dstate, rows_written, dk, *from_ends
         gates = alpha, eta, written, gamma, place.nus, reach, dgamma, dreach, *from_ends, *dgates
-        read = dy, q, k, rows_written, gamma, reach, states, *reads, *dreads
+        read = dy, q, k, rows_written, gamma, reach, states, rest, *reads, *dreads
+        after = [
+            LaunchCall(part.keys, (k, *ends, e_wide, h, p, *drows, tau, rest, dk_norm)),
+            LaunchCall(part.gates, gates),
+        ]
+        if rest is not None:
+            sums = reach, dstates, dstate, place.drests, drest
+            after.append(LaunchCall(part.rest, sums))
         calls.append(
             PartCalls(
                 (
@@ -196,10 +224,7 @@ def launched_backward(
                     LaunchCall(part.read, read),
                 ),
                 LaunchCall(part.write, writes, limit),
-                (
-                    LaunchCall(part.keys, (k, *ends, e_wide, h, p, *drows, tau)),
-                    LaunchCall(part.gates, gates),
-                ),
+                tuple(after),
             )
         )
         # The chunks before these end with the state with which these began.
@@ -209,7 +234,8 @@ def launched_backward(
             launch_in_order(*part_calls.before, part_calls.write, *part_calls.after)
     else:
         launch_beside(calls, q.device)
-    return dq, dk, dv, dstate, *dgates
+    # One rest serves all rows.
+    return dq, dk, dv, dstate, *dgates, drest if rest is None else drest.sum(0)
 
 
 def place_of(plan: BackwardPlan) -> Place:
@@ -221,6 +247,8 @@ def place_of(plan: BackwardPlan) -> Place:
         tuple([allocate() for allocate in plan.from_reads]),
         tuple([allocate() for allocate in plan.from_ends]),
         tuple([allocate() for allocate in plan.clip]),
+        tuple([allocate() for allocate in plan.norm]),
+        plan.rest[0]() if plan.rest else None,
     )
 
 
@@ -269,15 +297,16 @@ def backward_plan(
     device: torch.device,
     clips: bool = False,
 ) -> BackwardPlan:
-    """The plan for operands of these layouts: dy, q, k, v, dend, the states, alpha, eta, theta and,
-    where tokens are left out, which are written.
+    """The plan for operands of these layouts: dy, q, k, v, dend, the states, alpha, eta, theta,
+    which tokens are written, and rest, None where there is none.
     """
-    rows, (dend, states, *gates) = operands[:4], operands[4:]
+    rows, (dend, states, *gates, rest) = operands[:4], operands[4:]
     problem = problem_of(shape, options, rows[0], device)
     all_heads, state = problem.all_heads, problem.state_shape
     chunk, hidden = problem.chunk, problem.hidden
     ends = (state, dend), ((problem.chunks, *state), states)
-    copies, strides = head_strides(shape, rows, *ends, *((shape[:3], gate) for gate in gates))
+    others = *ends, *((shape[:3], gate) for gate in gates), (problem.rest_shape, rest)
+    copies, strides = head_strides(shape, rows, *others)
     # As many chunks at once as fill the GPU, within the memory that their intermediate results may
     # take.
     chunk_bytes = all_heads * (8 * state[-1] + 6 * chunk * hidden * problem.dtype.itemsize)
@@ -312,6 +341,13 @@ def backward_plan(
         from_ends=(wide(*lead, 2, chunk), wide(*lead, 3)),
         dbegin=wide(*state),
         clip=(wide(*lead, chunk, problem.width), wide(*lead, chunk)) if clips else (),
+        norm=(wide(*lead, chunk, problem.width),) * 3 if problem.residual_norm else (),
+        rest=()
+        if rest is None
+        else (
+            wide(*lead, state[-1]),
+            wide(problem.batch, *problem.rest_shape),
+        ),
     )
 
 
@@ -321,7 +357,7 @@ def backward_part(
     """The launches for ``chunks`` chunks from ``first`` on."""
     heads = problem.all_heads
     sizes = problem.tokens, problem.heads, heads, first, chunks
-    dy, q, k, _ = strides
+    dy, q, k, v = strides
     config = problem.sharing(STATES_BACKWARD)
     of_reads = kernels_read_backward.scan_read_backward_kernel
     of_states = kernels_backward.scan_states_backward_kernel
@@ -330,7 +366,16 @@ def backward_part(
         decays_launch(kernels.decays_kernel, problem, first, chunks),
         read_launch(problem, strides[1:], first, chunks, keep=True),
         problem.launch(of_reads, READ_BACKWARD, heads * chunks, (*sizes, *dy, *q, *k)),
-        problem.launch(of_states, config, heads * problem.blocks(config), (*sizes, *k)),
+        problem.launch(of_states, config, heads * problem.blocks(config), (*sizes, *k, *v)),
         problem.launch(of_keys, KEYS_BACKWARD, heads * chunks, (*sizes, *k)),
         decays_launch(kernels_backward.decays_backward_kernel, problem, first, chunks),
+        Launch(
+            kernels_backward.rest_backward_kernel,
+            (heads * cdiv(problem.rest_shape[-1], REST_BLOCK),),
+            problem.device,
+            (chunks,),
+            dict(num_warps=4),
+            BLOCK=REST_BLOCK,
+            CONFIG=problem.constants(KEYS_BACKWARD),
+        ),
     )

@@ -1,16 +1,18 @@
 r"""A neural memory that learns while it reads, token by token.
 
-For every row and head, with A the weights with which token t's chunk of C tokens began, and
-M_W(x) = w2 act(w1 x + b1) + b2:
+For every row and head, with A the weights with which token t's chunk of C tokens began, R those
+towards which it forgets, zero unless they are given, and M_W(x) = w2 act(w1 x + b1) + b2:
 
     G_t = gradient of |M_A(k_t) - v_t|^2 by A
     S_t = eta_t S_(t-1) - theta_t G_t
-    W_t = (1 - alpha_t) W_(t-1) + S_t
+    W_t = (1 - alpha_t) W_(t-1) + alpha_t R + S_t
     y_t = M_(W_t)(q_t), or with read="before" M_(W_(t-1))(q_t)
+
+With ``residual_norm`` M_W(x) = x + N(w2 act(w1 x + b1) + b2), N a layer norm over the features.
 
 Every G_t is one outer product per layer, so that within a chunk
 
-    W_t = keep_t W + carry_t S - sum_(j <= t) gamma_tj G_j
+    W_t = keep_t W + (1 - keep_t) R + carry_t S - sum_(j <= t) gamma_tj G_j
 
 is read without weights per token: q against k, times gamma, times the gradients. Chunks follow one
 another; within a chunk all work is products of matrices.
@@ -26,11 +28,12 @@ With ``max_grad_norm``, c, every token's gradient is clipped and every chunk gua
     |G_t|^2 = |p_t|^2 (|k_t|^2 + 1) + |e_t|^2 (|h_t|^2 + 1)
     W, S of the next chunk = those of this one, where W or S after it is not finite
 
-p and e being the gradients by the hidden layer before its activation and by the output. rho and
-which chunks were taken are saved beside the rest.
+p and e being the gradients by the hidden layer before its activation and by what w2 and b2 make.
+rho and which chunks were taken are saved beside the rest.
 
 Behrouz, Zhong, Mirrokni, Titans: Learning to Memorize at Test Time, arXiv 2501.00663, section 3;
-gradients within a chunk as in its equation 16.
+gradients within a chunk as in its equation 16. Residual and norm are those of the memory of
+titans-pytorch, without its gain.
 """
 
 from __future__ import annotations
@@ -59,16 +62,20 @@ from ..common.checks import (
     checked_positive,
 )
 from ..common.operands import WIDEST, WIDEST_HIDDEN
-from ..common.weights import MemoryWeights, Weights, pack, unpack, weight_shapes
+from ..common.weights import MemoryWeights, Weights, pack, packed_copy, unpack, weight_shapes
 from . import launch, launch_backward, reference, reference_clip
 
 Tensor = torch.Tensor
 
 ROWS = "Tensor q, Tensor k, Tensor v, Tensor state"
-GATES = "Tensor alpha, Tensor eta, Tensor theta, Tensor? written"
+GATES = "Tensor alpha, Tensor eta, Tensor theta, Tensor? written, Tensor? rest"
 # The longest chunk that one program holds.
 LONGEST_CHUNK = 64
-OPTIONS = "int hidden, int chunk, str activation, str read"
+OPTIONS = "int hidden, int chunk, str activation, str read, bool residual_norm"
+GRADIENTS = (
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor dstate, Tensor dalpha, Tensor deta, Tensor dtheta,"
+    " Tensor drest)"
+)
 
 
 class MemoryScan(NamedTuple):
@@ -80,31 +87,35 @@ class MemoryScan(NamedTuple):
         skipped: ``[B, heads]`` int64: of the tokens that were to be written, how many have an inner
             gradient whose norm is not finite, or stand in a chunk after which the memory would not
             have been finite. None without ``max_grad_norm``.
+        loss: ``[B, T, heads]`` in fp32, |M(k) - v|^2 of each token at the weights with which its
+            chunk began, 0 where it writes nothing; detached.
     """
 
     y: Tensor
     weights: MemoryWeights
     momentum: MemoryWeights
-    skipped: Tensor | None = None
+    skipped: Tensor | None
+    loss: Tensor
 
 
-def _forward_fake(q, k, v, state, alpha, eta, theta, written, hidden, chunk, activation, read):
+def _forward_fake(q, k, v, state, alpha, eta, theta, written, rest, hidden, chunk, *options):
     chunks = -(-q.shape[1] // chunk)
     states = state.new_empty((chunks, *state.shape))
-    return q.new_empty(q.shape), state.new_empty(state.shape), states
+    loss = state.new_empty(q.shape[:3])
+    return q.new_empty(q.shape), state.new_empty(state.shape), states, loss
 
 
 def _backward_reference(dy, dend, q, k, v, state, states, *gates_and_options):
     return reference.packed_scan_backward(dy, dend, q, k, v, state, *gates_and_options)
 
 
-def _backward_fake(dy, dend, q, k, v, state, states, alpha, eta, theta, written, *options):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v, state, alpha, eta, theta))
+def _backward_fake(dy, dend, q, k, v, state, states, alpha, eta, theta, written, rest, *options):
+    grads = tuple(x.new_empty(x.shape) for x in (q, k, v, state, alpha, eta, theta))
+    return *grads, state.new_empty(0) if rest is None else rest.new_empty(rest.shape)
 
 
-def _clipped_fake(q, k, v, state, alpha, eta, theta, written, hidden, chunk, *options):
-    options = hidden, chunk, *options[:-1]
-    outputs = _forward_fake(q, k, v, state, alpha, eta, theta, written, *options)
+def _clipped_fake(q, k, v, state, alpha, eta, theta, written, rest, hidden, chunk, *options):
+    outputs = _forward_fake(q, k, v, state, alpha, eta, theta, written, rest, hidden, chunk)
     batch, tokens, heads = alpha.shape
     taken = alpha.new_empty((batch, -(-tokens // chunk), heads), dtype=torch.bool)
     return *outputs, alpha.new_empty(alpha.shape), taken
@@ -114,22 +125,20 @@ def _clipped_backward_reference(dy, dend, q, k, v, state, states, factors, taken
     return reference.packed_scan_backward(dy, dend, q, k, v, state, *others)
 
 
-def _clipped_backward_fake(
-    dy, dend, q, k, v, state, states, factors, taken, alpha, eta, theta, written, *options
-):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v, state, alpha, eta, theta))
+def _clipped_backward_fake(dy, dend, q, k, v, state, states, factors, taken, *others):
+    return _backward_fake(dy, dend, q, k, v, state, states, *others)
 
 
 _forward = Op(
-    f"memory_scan({ROWS}, {GATES}, {OPTIONS}) -> (Tensor y, Tensor end, Tensor states)",
+    f"memory_scan({ROWS}, {GATES}, {OPTIONS})"
+    " -> (Tensor y, Tensor end, Tensor states, Tensor loss)",
     triton=launch.scan_forward,
     reference=reference.packed_scan,
     fake=_forward_fake,
 )
 _backward = Op(
     f"memory_scan_backward(Tensor dy, Tensor dend, {ROWS}, Tensor states, {GATES}, {OPTIONS})"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dstate, Tensor dalpha, Tensor deta,"
-    " Tensor dtheta)",
+    f" -> {GRADIENTS}",
     triton=launch_backward.scan_backward,
     reference=_backward_reference,
     fake=_backward_fake,
@@ -139,22 +148,25 @@ _backward = Op(
 @_forward.derivative
 class _MemoryScan(Derivative):
     @staticmethod
-    def forward(ctx, run, q, k, v, state, alpha, eta, theta, written, *options):
-        y, end, states = run(q, k, v, state, alpha, eta, theta, written, *options)
-        ctx.save_for_backward(q, k, v, state, states, alpha, eta, theta, written)
+    def forward(ctx, run, q, k, v, state, alpha, eta, theta, written, rest, *options):
+        y, end, states, loss = run(q, k, v, state, alpha, eta, theta, written, rest, *options)
+        ctx.save_for_backward(q, k, v, state, states, alpha, eta, theta, written, rest)
         ctx.options = options
         ctx.set_materialize_grads(False)
-        return y, end, *_forward.statistics(ctx, run, states)
+        ctx.mark_non_differentiable(loss)
+        (states,) = _forward.statistics(ctx, run, states)
+        return y, end, states, loss
 
     @staticmethod
-    def backward(ctx, dy, dend, _):
+    def backward(ctx, dy, dend, *_):
         if dy is None and dend is None:
-            return (None,) * 13
+            return (None,) * 15
         saved = q, _, _, state, *_ = ctx.saved_tensors
         dy = torch.zeros_like(q) if dy is None else dy
         dend = torch.zeros_like(state) if dend is None else dend
-        grads = _backward(dy, dend, *saved, *ctx.options)
-        return None, *grads, None, None, None, None, None
+        *grads, drest = _backward(dy, dend, *saved, *ctx.options)
+        drest = None if saved[-1] is None else drest
+        return None, *grads, None, drest, None, None, None, None, None
 
 
 # The states follow from the inputs, through which their gradients pass.
@@ -163,16 +175,14 @@ _backward.derivative_of_reference("states")
 
 _clipped = Op(
     f"clipped_scan({ROWS}, {GATES}, {OPTIONS}, float max_grad_norm)"
-    " -> (Tensor y, Tensor end, Tensor states, Tensor factors, Tensor taken)",
+    " -> (Tensor y, Tensor end, Tensor states, Tensor loss, Tensor factors, Tensor taken)",
     triton=launch.clipped_forward,
     reference=reference.packed_clipped_scan,
     fake=_clipped_fake,
 )
 _clipped_backward = Op(
     f"clipped_scan_backward(Tensor dy, Tensor dend, {ROWS}, Tensor states, Tensor factors,"
-    f" Tensor taken, {GATES}, {OPTIONS}, float max_grad_norm)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dstate, Tensor dalpha, Tensor deta,"
-    " Tensor dtheta)",
+    f" Tensor taken, {GATES}, {OPTIONS}, float max_grad_norm) -> {GRADIENTS}",
     triton=launch_backward.clipped_backward,
     reference=_clipped_backward_reference,
     fake=_clipped_backward_fake,
@@ -182,25 +192,26 @@ _clipped_backward = Op(
 @_clipped.derivative
 class _ClippedScan(Derivative):
     @staticmethod
-    def forward(ctx, run, q, k, v, state, alpha, eta, theta, written, *options):
-        outputs = run(q, k, v, state, alpha, eta, theta, written, *options)
-        y, end, *saved = outputs
-        ctx.save_for_backward(q, k, v, state, *saved, alpha, eta, theta, written)
+    def forward(ctx, run, q, k, v, state, alpha, eta, theta, written, rest, *options):
+        outputs = run(q, k, v, state, alpha, eta, theta, written, rest, *options)
+        _, _, states, loss, *clip = outputs
+        ctx.save_for_backward(q, k, v, state, states, *clip, alpha, eta, theta, written, rest)
         ctx.options = options
         ctx.set_materialize_grads(False)
         # What tokens were skipped follows from these: they are results of a direct call too.
-        ctx.mark_non_differentiable(*saved)
-        return y, end, *saved
+        ctx.mark_non_differentiable(states, loss, *clip)
+        return outputs
 
     @staticmethod
     def backward(ctx, dy, dend, *_):
         if dy is None and dend is None:
-            return (None,) * 14
+            return (None,) * 16
         saved = q, _, _, state, *_ = ctx.saved_tensors
         dy = torch.zeros_like(q) if dy is None else dy
         dend = torch.zeros_like(state) if dend is None else dend
-        grads = _clipped_backward(dy, dend, *saved, *ctx.options)
-        return None, *grads, None, None, None, None, None, None
+        *grads, drest = _clipped_backward(dy, dend, *saved, *ctx.options)
+        drest = None if saved[-1] is None else drest
+        return None, *grads, None, drest, None, None, None, None, None, None
 
 
 _clipped_backward.derivative_of_reference("states", "factors", "taken")
@@ -216,10 +227,12 @@ def memory_scan(
     eta: Tensor,
     theta: Tensor,
     write_mask: Tensor | None = None,
+    rest: MemoryWeights | None = None,
     *,
     chunk: int = 64,
     activation: str = "silu",
     read: str = "after",
+    residual_norm: bool = False,
     max_grad_norm: float | None = None,
     backend: Backend = "auto",
 ) -> MemoryScan:
@@ -232,17 +245,21 @@ def memory_scan(
             keys of length 1 are wanted.
         weights, momentum: before the first token, ``[B, heads, ...]``, fp32 (fp64 for fp64 q);
             may be expanded, as one learned start for all rows.
-        alpha: ``[B, T, heads]``, floating point; 0 keeps the memory, 1 forgets it.
+        alpha: ``[B, T, heads]``, floating point; 0 keeps the memory, 1 forgets it: the weights
+            become those of ``rest``, before the token is written.
         eta: the same; decay of the momentum, 0 to 1.
         theta: the same; the inner learning rate, not negative.
         write_mask: ``[B, T]`` or ``[B, T, heads]``, bool: a token where it is False changes neither
             weights nor momentum. Its key, value and gates are not used and may be NaN; its
             query is read.
+        rest: ``[heads, ...]`` in the weights' dtype, R, for all rows; None is zero.
         chunk: tokens whose gradients are taken at the same weights; 1 is the plain recurrence. A
             last chunk may be shorter.
         activation: "silu", "relu" or "gelu" (the exact one).
         read: whether a token reads the memory "after" or "before" it has written itself. Neither
             sees a later token.
+        residual_norm: whether M(x) is x plus the layer norm over its features, without gain, of
+            what the two layers make of x; the inner gradient goes through the norm.
         max_grad_norm: the norm to which the inner gradient of each token is scaled down, over all
             four tensors of the memory; a token whose norm is not finite, or so large that the
             factor underflows, then adds nothing, though its alpha and eta still apply. A chunk
@@ -276,6 +293,8 @@ def memory_scan(
     chunk = checked_chunk(q, k, v, weights, momentum, gates, chunk, activation, read)
     if write_mask is not None:
         write_mask = checked_mask(write_mask, q)
+    if rest is not None:
+        check_rest(rest, weights)
     if max_grad_norm is not None:
         max_grad_norm = checked_positive("max_grad_norm", max_grad_norm)
     q, k, v = autocast(q, k, v)
@@ -284,25 +303,26 @@ def memory_scan(
     on_kernels = uses_triton(q, backend) and serves(q, hidden, chunk, backend)
     alpha, eta, theta = (gate.to(dtype) for gate in gates)
     state = pack(weights, momentum)
-    options = (hidden, chunk, activation, read)
-    tensors = (q, k, v, state, alpha, eta, theta, write_mask)
+    options = (hidden, chunk, activation, read, residual_norm)
+    resting = None if rest is None else packed_copy(rest)
+    tensors = (q, k, v, state, alpha, eta, theta, write_mask, resting)
     if max_grad_norm is None:
         if on_kernels:
-            y, end, _ = _forward(*tensors, *options)
+            y, end, _, loss = _forward(*tensors, *options)
         else:
             with without_autocast(q.device):
-                y, end, _ = reference.packed_scan(*tensors, *options, starts=False)
-        return MemoryScan(y, *unpack(end, hidden, width))
-    clip_options = (hidden, chunk, activation, read, max_grad_norm)
+                y, end, _, loss = reference.packed_scan(*tensors, *options, starts=False)
+        return MemoryScan(y, *unpack(end, hidden, width), None, loss)
+    clip_options = (*options, max_grad_norm)
     if on_kernels:
-        y, end, _, factors, taken = _clipped(*tensors, *clip_options)
+        y, end, _, loss, factors, taken = _clipped(*tensors, *clip_options)
     else:
         with without_autocast(q.device):
-            y, end, _, factors, taken = reference.packed_clipped_scan(
+            y, end, _, loss, factors, taken = reference.packed_clipped_scan(
                 *tensors, *clip_options, starts=False
             )
     skipped = skipped_tokens(factors, taken, chunk, write_mask)
-    return MemoryScan(y, *unpack(end, hidden, width), skipped)
+    return MemoryScan(y, *unpack(end, hidden, width), skipped, loss)
 
 
 def skipped_tokens(factors: Tensor, taken: Tensor, chunk: int, written: Tensor | None) -> Tensor:
@@ -322,8 +342,9 @@ def deep_memory_scan(
     eta: Tensor,
     theta: Tensor,
     write_mask: Tensor,
+    rest: Weights | None = None,
     **options: Any,
-) -> tuple[Tensor, Weights, Weights, Tensor | None]:
+) -> tuple[Tensor, Weights, Weights, Tensor | None, Tensor]:
     """:func:`memory_scan` of a memory of any number of layers, (w1, b1, .., wn, bn), in plain
     torch; the mask is [B, T, heads], and nothing is checked.
     """
@@ -331,10 +352,10 @@ def deep_memory_scan(
         dtype = q.dtype
         q, k, v = (wide(x).transpose(1, 2) for x in (q, k, v))
         alpha, eta, theta, written = (x.mT for x in (alpha, eta, theta, write_mask))
-        y, weights, momentum, skipped = reference.memory_scan(
-            q, k, v, weights, momentum, alpha, eta, theta, written, **options
+        y, weights, momentum, skipped, loss = reference.memory_scan(
+            *(q, k, v, weights, momentum, alpha, eta, theta, written, rest), **options
         )
-        return y.transpose(1, 2).to(dtype), weights, momentum, skipped
+        return y.transpose(1, 2).to(dtype), weights, momentum, skipped, loss.mT
 
 
 def checked_chunk(
@@ -402,6 +423,20 @@ def checked_chunk(
         check_floating(name, gate)
         check_token_numbers(name, gate, (batch, tokens, heads), q)
     return checked_count("chunk", chunk)
+
+
+def check_rest(rest: MemoryWeights, weights: MemoryWeights) -> None:
+    """Of one row's weights, in their dtype and on their device."""
+    if not isinstance(rest, MemoryWeights):
+        raise TypeError(f"rest must be MemoryWeights, got {type(rest).__name__}")
+    for field, x, like in zip(rest._fields, rest, weights, strict=True):
+        check_floating(f"rest.{field}", x)
+        if x.shape != like.shape[1:]:
+            raise ValueError(f"rest.{field} must be {tuple(like.shape[1:])}, got {tuple(x.shape)}")
+        if x.dtype != like.dtype or x.device != like.device:
+            raise ValueError(
+                f"rest.{field} must be {like.dtype} on {like.device}, got {x.dtype} on {x.device}"
+            )
 
 
 def checked_mask(write_mask: Tensor, q: Tensor) -> Tensor:

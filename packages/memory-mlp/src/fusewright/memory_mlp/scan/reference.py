@@ -23,10 +23,11 @@ from ..common.reference import (
     layers_of,
     linear,
     memory_read,
+    normalised,
     over,
     rows_of,
 )
-from ..common.weights import MemoryWeights, Weights, mapped, packed_copy, views
+from ..common.weights import MemoryWeights, Weights, mapped, packed_copy, unpack_weights, views
 from .reference_clip import FACTOR, are_finite, clipped_rows, kept_where, lost_tokens
 
 Tensor = torch.Tensor
@@ -42,23 +43,29 @@ def memory_scan_by_token(
     eta: Tensor,
     theta: Tensor,
     written: Tensor | None = None,
+    rest: Weights | None = None,
     *,
     chunk: int = 64,
     activation: str = "silu",
     read: str = "after",
+    residual_norm: bool = False,
     max_grad_norm: float | None = None,
-) -> tuple[Tensor, Weights, Weights, Tensor | None]:
-    """S = eta S - theta G; W = (1 - alpha) W + S, for one token after the other; G is the gradient
-    at the weights with which the token's chunk began.
+) -> tuple[Tensor, Weights, Weights, Tensor | None, Tensor]:
+    """S = eta S - theta G; W = (1 - alpha) W + alpha rest + S, for one token after the other; G is
+    the gradient at the weights with which the token's chunk began. Without ``rest``
+    [heads, ..] W is forgotten towards zero.
 
     With ``max_grad_norm`` G is scaled down to that norm, and to 0 where its norm is not finite, and
-    a chunk after which W or S is not finite leaves both as it found them. The last result is how
-    many tokens ``[*lead]`` were lost to either; None without it.
+    a chunk after which W or S is not finite leaves both as it found them. After y, W and S the
+    result is how many tokens ``[*lead]`` were lost to either, None without it, and the inner loss
+    of each token ``[*lead, T]``.
     """
     if written is not None:
         k, v = (torch.where(written.unsqueeze(-1), x, 0.0) for x in (k, v))
         alpha, eta, theta = (torch.where(written, gate, 0.0) for gate in (alpha, eta, theta))
-    out, start = [], (weights, momentum)
+    form: dict[str, Any] = {"activation": activation, "residual_norm": residual_norm}
+    zero = mapped(torch.zeros_like, weights) if rest is None else rest
+    out, losses, start = [], [], (weights, momentum)
     factors: list[Tensor] = []
     lost = None if max_grad_norm is None else k.new_zeros(k.shape[:-2], dtype=torch.int64)
     for t in range(k.shape[-2]):
@@ -66,21 +73,24 @@ def memory_scan_by_token(
             start, factors = (weights, momentum), []
         row = slice(t, t + 1)
         if read == "before":
-            out.append(memory_read(q[..., row, :], weights, activation=activation))
+            out.append(memory_read(q[..., row, :], weights, **form))
         own = None if written is None else written[..., row]
         token = k[..., row, :], v[..., row, :]
         if max_grad_norm is None:
-            rows = rows_of(*token, None, start[0], FACTOR, activation)
+            rows, factor = rows_of(*token, None, start[0], FACTOR, **form), None
         else:
-            rows, factor = clipped_rows(*token, own, start[0], activation, max_grad_norm)
+            options = activation, residual_norm, max_grad_norm
+            rows, factor = clipped_rows(*token, own, start[0], *options)
             factors.append(factor)
+        losses.append(losses_of(rows, own, factor))
         new_momentum = mapped(
             lambda s, g, t=t: over(eta[..., t], s) * s - over(theta[..., t], g) * g,
             momentum,
             gradients_of(rows, weights),
         )
         new_weights = mapped(
-            lambda w, s, t=t: over(1.0 - alpha[..., t], w) * w + s, weights, new_momentum
+            lambda w, r, s, t=t: over(1.0 - alpha[..., t], w) * w + over(alpha[..., t], w) * r + s,
+            *(weights, zero, new_momentum),
         )
         if written is not None:
             new_momentum, new_weights = (
@@ -89,7 +99,7 @@ def memory_scan_by_token(
             )
         weights, momentum = new_weights, new_momentum
         if read == "after":
-            out.append(memory_read(q[..., row, :], weights, activation=activation))
+            out.append(memory_read(q[..., row, :], weights, **form))
         if lost is not None and t + 1 in (t // chunk * chunk + chunk, k.shape[-2]):
             taken = are_finite(weights, momentum)
             part = None if written is None else written[..., t + 1 - len(factors) : t + 1]
@@ -97,14 +107,15 @@ def memory_scan_by_token(
             weights, momentum = (
                 kept_where(taken, *pair) for pair in zip((weights, momentum), start, strict=True)
             )
-    return torch.cat(out, -2) if out else q, weights, momentum, lost
+    loss = torch.cat(losses, -1) if losses else k[..., 0]
+    return torch.cat(out, -2) if out else q, weights, momentum, lost, loss
 
 
 class Decays(NamedTuple):
     """The factors that the gates of a chunk of C tokens give to the weights W and the momentum S
     with which the chunk began, and to the gradient G_j of every token j:
 
-        W_t = keep_t W + carry_t S - sum_{j <= t} gamma_tj G_j
+        W_t = keep_t W + (1 - keep_t) rest + carry_t S - sum_{j <= t} gamma_tj G_j
         S_t = decay_t S - sum_{j <= t} nu_tj G_j
 
     Attributes:
@@ -170,22 +181,33 @@ def memory_scan(
     eta: Tensor,
     theta: Tensor,
     written: Tensor | None = None,
+    rest: Weights | None = None,
     *,
     chunk: int = 64,
     activation: str = "silu",
     read: str = "after",
+    residual_norm: bool = False,
     max_grad_norm: float | None = None,
-) -> tuple[Tensor, Weights, Weights, Tensor | None]:
+) -> tuple[Tensor, Weights, Weights, Tensor | None, Tensor]:
     """The same by matrix products, one chunk after the other: every G_j is an outer product, so no
     token needs weights of its own.
     """
-    gates = alpha, eta, theta
-    y, states, factors, taken = chunk_by_chunk(
-        q, k, v, weights, momentum, gates, written, chunk, activation, read, max_grad_norm
-    )
+    tensors = q, k, v, weights, momentum, (alpha, eta, theta), written, rest
+    options = chunk, activation, read, residual_norm, max_grad_norm
+    y, states, loss, factors, taken = chunk_by_chunk(*tensors, *options)
     if max_grad_norm is None:
-        return y, *states[-1], None
-    return y, *states[-1], lost_tokens(factors, of_tokens(taken, chunk, factors), written)
+        return y, *states[-1], None, loss
+    lost = lost_tokens(factors, of_tokens(taken, chunk, factors), written)
+    return y, *states[-1], lost, loss
+
+
+@torch.no_grad()
+def losses_of(rows: Rows, written: Tensor | None, factors: Tensor | None) -> Tensor:
+    """The inner loss of every row, ``[.., N]``; 0 of those that write nothing."""
+    loss = rows.residual.square().sum(-1)
+    for each in (written, None if factors is None else factors != 0.0):
+        loss = loss if each is None else torch.where(each, loss, 0.0)
+    return loss
 
 
 def of_tokens(taken: Tensor, chunk: int, tokens: Tensor) -> Tensor:
@@ -203,14 +225,16 @@ def chunk_by_chunk(
     momentum: Weights,
     gates: Sequence[Tensor],
     written: Tensor | None,
+    rest: Weights | None,
     chunk: int,
     activation: str,
     read: str,
-    max_grad_norm: float | None = None,
-) -> tuple[Tensor, list[tuple[Weights, Weights]], Tensor, Tensor]:
-    """y, and weights and momentum at the start of every chunk and after the last. With
-    ``max_grad_norm`` the factors of the tokens' gradients ``[*lead, T]``, and which chunks were
-    taken ``[*lead, chunks]``; nothing without.
+    residual_norm: bool,
+    max_grad_norm: float | None,
+) -> tuple[Tensor, list[tuple[Weights, Weights]], Tensor, Tensor, Tensor]:
+    """y, weights and momentum at the start of every chunk and after the last, and the inner loss of
+    the tokens ``[*lead, T]``. With ``max_grad_norm`` the factors of the tokens' gradients
+    ``[*lead, T]``, and which chunks were taken ``[*lead, chunks]``; nothing without.
     """
     lead = q.shape[:-2]
     # One batch of matrices, laid out for the products: each of them would copy it.
@@ -219,11 +243,14 @@ def chunk_by_chunk(
         mapped(lambda x: x.reshape(len(q), *x.shape[len(lead) :]), half)
         for half in (weights, momentum)
     )
+    if rest is not None:
+        rest = mapped(lambda x: x.expand(*lead, *x.shape[1:]).reshape(len(q), *x.shape[1:]), rest)
     numbers = [*gates] if written is None else [*gates, written]
     numbers = [x.reshape(q.shape[:2]) for x in numbers]
     if written is not None:
         k, v = (torch.where(numbers[-1].unsqueeze(-1), x, 0.0) for x in (k, v))
     out, states = [q[:, :0]], [(weights, momentum)]
+    losses = [q[:, :0, 0]]
     factors, taken = [q[:, :0, 0]], [q[:, :0, 0].bool()]
     # Tensors without tokens would split into one part.
     parts = [x.split(chunk, 1) for x in (q, k, v, *numbers)] if q.shape[1] else []
@@ -231,15 +258,18 @@ def chunk_by_chunk(
         q_part, k_part, v_part = part[:3]
         if max_grad_norm is None:
             decays = decays_of(*part[3:])
-            rows = rows_of(k_part, v_part, None, weights, FACTOR, activation)
-            out.append(reads_of(q_part, rows, weights, momentum, decays, activation, read))
-            weights, momentum = chunk_end(rows, weights, momentum, decays)
+            rows = rows_of(k_part, v_part, None, weights, FACTOR, activation, residual_norm)
+            losses.append(losses_of(rows, part[6] if len(part) > 6 else None, None))
+            memory = weights, momentum, rest
+            form = activation, read, residual_norm
+            out.append(reads_of(q_part, rows, *memory, decays, *form))
+            weights, momentum = chunk_end(rows, *memory, decays)
         else:
-            options = activation, read, max_grad_norm
-            y, weights, momentum, *found = guarded_chunk(*part, weights, momentum, *options)
+            options = activation, read, residual_norm, max_grad_norm
+            y, weights, momentum, *found = guarded_chunk(*part, weights, momentum, rest, *options)
             out.append(y)
-            factors.append(found[0])
-            taken.append(found[1])
+            for parts_of, one in zip((losses, factors, taken), found, strict=True):
+                parts_of.append(one)
         states.append((weights, momentum))
 
     def unflat(x: Tensor) -> Tensor:
@@ -248,6 +278,7 @@ def chunk_by_chunk(
     return (
         unflat(torch.cat(out, 1)),
         [(mapped(unflat, weights), mapped(unflat, momentum)) for weights, momentum in states],
+        unflat(torch.cat(losses, 1)),
         unflat(torch.cat(factors, 1)),
         unflat(torch.cat(taken, 1)),
     )
@@ -258,15 +289,19 @@ def reads_of(
     rows: Rows,
     weights: Weights,
     momentum: Weights,
+    rest: Weights | None,
     decays: Decays,
     activation: str,
     read: str,
+    residual_norm: bool,
 ) -> Tensor:
     """What the queries of one chunk read.
 
     Layer l of the memory that token t reads, with its inputs x_t and x_j of query t and key j:
 
         keep_t (w_l x_t + b_l) + carry_t (s_l x_t + c_l) - sum_j gamma_tj (x_t x_j + 1) p_j
+
+    and (1 - keep_t) times rest's layer of x_t.
     """
     seen, keep, carry = -decays.gamma, decays.keep, decays.carry
     if read == "before":
@@ -275,25 +310,31 @@ def reads_of(
         keep, carry = F.pad(keep, (1, 0), value=1.0)[..., :-1], F.pad(carry, (1, 0))[..., :-1]
     x = q
     layers = zip(layers_of(weights), layers_of(momentum), rows.inputs, rows.by_z, strict=True)
+    resting = [] if rest is None else list(layers_of(rest))
     for layer, (old, moving, keys, p) in enumerate(layers):
         if layer:
             x = ACTIVATIONS[activation](x)
         kept = keep.unsqueeze(-1) * linear(x, *old)
+        if resting:
+            kept = torch.addcmul(kept, 1.0 - keep.unsqueeze(-1), linear(x, *resting[layer]))
         carried = torch.addcmul(kept, carry.unsqueeze(-1), linear(x, *moving))
         # seen * (x keys^T + 1)
         x = torch.baddbmm(carried, torch.addcmul(seen, seen, x @ keys.mT), p)
-    return x
+    return q + normalised(x)[0] if residual_norm else x
 
 
 def chunk_end(
-    rows: Rows, weights: Weights, momentum: Weights, decays: Decays
+    rows: Rows, weights: Weights, momentum: Weights, rest: Weights | None, decays: Decays
 ) -> tuple[Weights, Weights]:
     """Weights and momentum after the chunk's last token."""
     keep, carry, decay = decays.keep[..., -1], decays.carry[..., -1], decays.decay[..., -1]
+    kept = mapped(lambda w: over(keep, w) * w, weights)
+    if rest is not None:
+        kept = mapped(lambda w, r: torch.addcmul(w, over(1.0 - keep, r), r), kept, rest)
     return (
         mapped(
-            lambda w, s, g: torch.addcmul(over(keep, w) * w, over(carry, s), s) - g,
-            weights,
+            lambda w, s, g: torch.addcmul(w, over(carry, s), s) - g,
+            kept,
             momentum,
             gradients_of(rows, weights, decays.gamma[..., -1, :]),
         ),
@@ -307,35 +348,38 @@ def chunk_end(
 
 def guarded_chunk(
     *arguments: Any,
-) -> tuple[Tensor, Weights, Weights, Tensor, Tensor]:
+) -> tuple[Tensor, Weights, Weights, Tensor, Tensor, Tensor]:
     """One chunk with a clip. Where the memory is not finite after it, it stays as it was, as if no
     token were written, and no gradient passes through the chunk's reads, which are of what its
     tokens wrote.
 
     Args:
-        arguments: q, k, v, the gates, and which tokens are written where some are not; weights and
-            momentum; activation, read and the largest norm.
+        arguments: q, k, v, the gates, and which tokens are written where some are not; weights,
+            momentum and rest; activation, read, residual_norm and the largest norm.
 
     Returns:
-        (y, weights and momentum after the chunk, the factors of its tokens' gradients ``[N, C]``,
-        whether it was taken ``[N, 1]``).
+        (y, weights and momentum after the chunk, the inner loss of its tokens and the factors of
+        their gradients ``[N, C]``, whether it was taken ``[N, 1]``).
     """
-    q, k, v, *numbers, weights, momentum, activation, read, max_grad_norm = arguments
+    q, k, v, *numbers, weights, momentum, rest, activation, read, residual_norm, limit = arguments
     alpha, eta, theta = numbers[:3]
     written = numbers[3] if len(numbers) > 3 else torch.ones_like(k[..., 0], dtype=torch.bool)
 
-    def chunk(written: Tensor) -> tuple[Tensor, Weights, Weights, Tensor]:
+    def chunk(written: Tensor) -> tuple[Tensor, Weights, Weights, Tensor, Tensor]:
         decays = decays_of(alpha, eta, theta, written)
         own_k, own_v = (torch.where(written.unsqueeze(-1), x, 0.0) for x in (k, v))
-        rows, factors = clipped_rows(own_k, own_v, written, weights, activation, max_grad_norm)
-        y = reads_of(q, rows, weights, momentum, decays, activation, read)
-        return y, *chunk_end(rows, weights, momentum, decays), factors
+        options = activation, residual_norm, limit
+        rows, factors = clipped_rows(own_k, own_v, written, weights, *options)
+        memory = weights, momentum, rest
+        y = reads_of(q, rows, *memory, decays, activation, read, residual_norm)
+        loss = losses_of(rows, written, factors)
+        return y, *chunk_end(rows, *memory, decays), loss, factors
 
     with torch.no_grad():
-        y, *ends, factors = chunk(written)
+        y, *ends, loss, factors = chunk(written)
         taken = are_finite(*ends)
     # Again, with nothing that is not finite among the numbers that autograd multiplies by zeros.
-    seen, *ends, _ = chunk(written & taken.unsqueeze(-1))
+    seen, *ends, _, _ = chunk(written & taken.unsqueeze(-1))
     weights, momentum = (
         kept_where(taken, *pair) for pair in zip(ends, (weights, momentum), strict=True)
     )
@@ -343,6 +387,7 @@ def guarded_chunk(
         torch.where(over(taken, y), seen, y),
         weights,
         momentum,
+        loss,
         factors,
         taken.unsqueeze(-1),
     )
@@ -357,21 +402,25 @@ def packed_scan(
     eta: Tensor,
     theta: Tensor,
     written: Tensor | None,
+    rest: Tensor | None,
     hidden: int,
     chunk: int,
     activation: str,
     read: str,
+    residual_norm: bool,
     starts: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The scan as its op sees it: q, k, v [B, T, heads, D], gates and ``written`` [B, T, heads],
-    weights and momentum packed [B, heads, 2, SIZE].
+    weights and momentum packed [B, heads, 2, SIZE], ``rest`` packed [heads, 1, SIZE].
 
     Returns:
         (y, the packed state after the last token, the states with which the chunks began
-        [chunks, B, heads, 2, SIZE], none of them without ``starts``).
+        [chunks, B, heads, 2, SIZE], none of them without ``starts``, the inner loss of the tokens
+        [B, T, heads]).
     """
-    operands = q, k, v, state, alpha, eta, theta, written
-    return packed_chunks(*operands, hidden, chunk, activation, read, None, starts)[:3]
+    operands = q, k, v, state, alpha, eta, theta, written, rest
+    options = hidden, chunk, activation, read, residual_norm
+    return packed_chunks(*operands, *options, None, starts)[:4]
 
 
 def packed_clipped_scan(
@@ -383,21 +432,25 @@ def packed_clipped_scan(
     eta: Tensor,
     theta: Tensor,
     written: Tensor | None,
+    rest: Tensor | None,
     hidden: int,
     chunk: int,
     activation: str,
     read: str,
+    residual_norm: bool,
     max_grad_norm: float,
     starts: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The same with a clip.
 
     Returns:
         (y, the packed state after the last token, the states with which the chunks began, the
-        factors of the tokens' gradients [B, T, heads], which chunks were taken [B, chunks, heads]).
+        inner loss of the tokens and the factors of their gradients [B, T, heads], which chunks
+        were taken [B, chunks, heads]).
     """
-    operands = q, k, v, state, alpha, eta, theta, written
-    return packed_chunks(*operands, hidden, chunk, activation, read, max_grad_norm, starts)
+    operands = q, k, v, state, alpha, eta, theta, written, rest
+    options = hidden, chunk, activation, read, residual_norm
+    return packed_chunks(*operands, *options, max_grad_norm, starts)
 
 
 def packed_chunks(
@@ -409,26 +462,30 @@ def packed_chunks(
     eta: Tensor,
     theta: Tensor,
     written: Tensor | None,
+    rest: Tensor | None,
     hidden: int,
     chunk: int,
     activation: str,
     read: str,
+    residual_norm: bool,
     max_grad_norm: float | None,
     starts: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = q.dtype
     q, k, v = (wide(x).transpose(1, 2) for x in (q, k, v))
     weights, momentum = views(state, hidden, q.shape[-1])
     gates = [gate.mT for gate in (alpha, eta, theta)]
     mask = None if written is None else written.mT
-    y, states, factors, taken = chunk_by_chunk(
-        q, k, v, weights, momentum, gates, mask, chunk, activation, read, max_grad_norm
-    )
+    resting = None if rest is None else unpack_weights(rest, hidden, q.shape[-1])
+    tensors = q, k, v, weights, momentum, gates, mask, resting
+    options = chunk, activation, read, residual_norm, max_grad_norm
+    y, states, loss, factors, taken = chunk_by_chunk(*tensors, *options)
     wanted = states if starts else states[-1:]
     *begins, end = [packed_copy(MemoryWeights(*w), MemoryWeights(*s)) for w, s in wanted]
     began = torch.stack(begins) if begins else state.new_empty(0, *state.shape)
     y = y.transpose(1, 2).to(dtype).contiguous()
-    return y, end, began, factors.mT.detach().contiguous(), taken.mT.contiguous()
+    of_tokens = (x.mT.detach().contiguous() for x in (loss, factors, taken))
+    return y, end, began, *of_tokens
 
 
 def packed_scan_backward(
@@ -442,24 +499,27 @@ def packed_scan_backward(
     eta: Tensor,
     theta: Tensor,
     written: Tensor | None,
+    rest: Tensor | None,
     hidden: int,
     chunk: int,
     activation: str,
     read: str,
+    residual_norm: bool,
     max_grad_norm: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of (q, k, v, state, alpha, eta, theta), chunk by chunk from the last one, each
-    recomputed from the state with which it began.
+    """Gradients of (q, k, v, state, alpha, eta, theta, rest), chunk by chunk from the last one,
+    each recomputed from the state with which it began; that of ``rest`` has no number without it.
     """
-    options = hidden, chunk, activation, read, max_grad_norm
-    states = packed_chunks(q, k, v, state, alpha, eta, theta, written, *options, True)[2]
+    options = hidden, chunk, activation, read, residual_norm, max_grad_norm
+    states = packed_chunks(q, k, v, state, alpha, eta, theta, written, rest, *options, True)[2]
+    drest = state.new_zeros(0) if rest is None else torch.zeros_like(rest)
     rows: list[tuple[Tensor, ...]] = []
     for index in reversed(range(len(states))):
         part = slice(index * chunk, (index + 1) * chunk)
         mask = None if written is None else written[:, part]
 
-        def step(q, k, v, state, alpha, eta, theta, mask=mask):
-            tensors = q, k, v, state, alpha, eta, theta, mask
+        def step(q, k, v, state, alpha, eta, theta, *resting, mask=mask):
+            tensors = q, k, v, state, alpha, eta, theta, mask, *(resting or (None,))
             return packed_chunks(*tensors, *options, False)[:2]
 
         pullback = torch.func.vjp(
@@ -467,14 +527,17 @@ def packed_scan_backward(
             *(wide(x[:, part]) for x in (q, k, v)),
             states[index],
             *(x[:, part] for x in (alpha, eta, theta)),
+            *(() if rest is None else (rest,)),
         )[1]
-        dq, dk, dv, dend, *dgates = pullback((wide(dy[:, part]), dend))
-        rows.append((dq, dk, dv, *dgates))
+        dq, dk, dv, dend, dalpha, deta, dtheta, *more = pullback((wide(dy[:, part]), dend))
+        rows.append((dq, dk, dv, dalpha, deta, dtheta))
+        drest = drest + more[0] if more else drest
     if not rows:
         return (
             *(torch.zeros_like(x) for x in (q, k, v)),
             dend.clone(),
             *map(torch.zeros_like, (alpha, eta, theta)),
+            drest,
         )
     dq, dk, dv, *dgates = (torch.cat(parts[::-1], 1) for parts in zip(*rows, strict=True))
-    return *(x.to(q.dtype) for x in (dq, dk, dv)), dend, *dgates
+    return *(x.to(q.dtype) for x in (dq, dk, dv)), dend, *dgates, drest

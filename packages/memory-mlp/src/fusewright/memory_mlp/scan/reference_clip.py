@@ -22,6 +22,7 @@ def clipped_rows(
     written: Tensor | None,
     weights: Weights,
     activation: str,
+    residual_norm: bool,
     max_grad_norm: float,
 ) -> tuple[Rows, Tensor]:
     """``rows_of`` with each row's gradients by the layers, ``by_z``, scaled to the norm
@@ -29,7 +30,7 @@ def clipped_rows(
     by what, ``[.., N]``. Of a row whose norm is not finite nothing is left: a factor of 0.
     """
     with torch.no_grad():
-        unchecked = rows_of(k, v, None, weights, FACTOR, activation)
+        unchecked = rows_of(k, v, None, weights, FACTOR, activation, residual_norm)
         norm = norms_of(unchecked)
         clipped = norm > max_grad_norm
         if written is not None:
@@ -44,7 +45,7 @@ def clipped_rows(
     k, v = (torch.where(finite.unsqueeze(-1), x, 0.0) for x in (k, v))
     # A clipped gradient is the same whatever it is multiplied by before. So each begins with a size
     # of 1, and its norm, over its own value, is 1: no derivative has the square of an outlier.
-    rows = rows_of(k, v, 1.0 / size, weights, FACTOR, activation)
+    rows = rows_of(k, v, 1.0 / size, weights, FACTOR, activation, residual_norm)
     norm = torch.where(clipped, norms_of(rows), 1.0)
     value = norm.detach()
     scale = torch.where(clipped, max_grad_norm / value / (norm / value), (~lost).to(norm.dtype))

@@ -16,6 +16,8 @@ from ..common.tiles import (
 
 # The gradient of |M(k) - v|^2 by M(k) is this times the residual.
 FACTOR = tl.constexpr(2.0)
+# Of the layer norm's variance, as in the reference.
+EPS = tl.constexpr(1e-5)
 # One machine code serves all lengths and all parts of a pass.
 COUNTS = ("tokens", "heads", "all_heads", "first_chunk", "chunks")
 # Tokens whose gates are loaded together: no load passes a store that stands before it, and the wait
@@ -65,6 +67,57 @@ def hidden_of(x, memory, block, CONFIG: tl.constexpr):
     w1 = load_weights(memory, block, 1, CONFIG).to(x.dtype)
     b1 = load_b1(memory, block, CONFIG)
     return product(x, tl.trans(w1), CONFIG) + b1[None, :]
+
+
+@triton.jit
+def normalised(x, CONFIG: tl.constexpr):
+    """(N(x), 1 / sqrt(var x + eps) [BLOCK_C, 1]) of rows, which are zero past column D."""
+    inside = (tl.arange(0, CONFIG.BLOCK_D) < CONFIG.D)[None, :]
+    centred = tl.where(inside, x - (tl.sum(x, 1) / CONFIG.D)[:, None], 0.0)
+    inverse = (1.0 / tl.sqrt(tl.sum(centred * centred, 1) / CONFIG.D + EPS))[:, None]
+    return centred * inverse, inverse
+
+
+@triton.jit
+def through_norm(g, n, inverse, CONFIG: tl.constexpr):
+    """The gradient by x, of g by n = N(x)."""
+    inside = (tl.arange(0, CONFIG.BLOCK_D) < CONFIG.D)[None, :]
+    mean = (tl.sum(g, 1) / CONFIG.D)[:, None]
+    along = (tl.sum(n * g, 1) / CONFIG.D)[:, None]
+    return tl.where(inside, inverse * (g - mean - n * along), 0.0)
+
+
+@triton.jit
+def inner_gradient(output, k, v, written, CONFIG: tl.constexpr):
+    """(e, M(k) - v): the first is the gradient of |M(k) - v|^2 by ``output``, which the two layers
+    make of k.
+    """
+    if CONFIG.RESIDUAL_NORM:
+        n, inverse = normalised(output, CONFIG)
+        residual = k.to(tl.float32) + n - v.to(tl.float32)
+        e = through_norm(residual * FACTOR, n, inverse, CONFIG)
+    else:
+        residual = output - v.to(tl.float32)
+        e = residual * FACTOR
+    return tl.where(written[:, None], e, 0.0), tl.where(written[:, None], residual, 0.0)
+
+
+@triton.jit
+def through_inner_gradient(de, output, k, v, CONFIG: tl.constexpr):
+    """The gradients by ``output``, and by k, which is minus that by v, of ``de`` by e where there
+    is a norm: e = N' r with r = 2 (k + N(output) - v), and N' = (1 - mean - n mean n) / sqrt(var).
+    """
+    n, inverse = normalised(output, CONFIG)
+    # On the right: the interpreter makes a constant of the product with one on the left.
+    r = (k.to(tl.float32) + n - v.to(tl.float32)) * FACTOR
+    e = through_norm(r, n, inverse, CONFIG)
+    dk = through_norm(de, n, inverse, CONFIG) * FACTOR
+    # N' depends on n twice, and on the variance.
+    by_r = (tl.sum(n * r, 1) / CONFIG.D)[:, None]
+    by_de = (tl.sum(n * de, 1) / CONFIG.D)[:, None]
+    dn = dk - inverse * (de * by_r + r * by_de)
+    by_variance = (tl.sum(de * e, 1) / CONFIG.D)[:, None]
+    return through_norm(dn, n, inverse, CONFIG) - inverse * n * by_variance, dk
 
 
 @triton.jit

@@ -135,7 +135,11 @@ def train_long(
     Raises:
         FloatingPointError: a loss or a gradient was not finite.
     """
-    sizes = {"most_tokens": MOST_TOKENS, "held_out_bytes": HELD_OUT, "device": device}
+    sizes: dict[str, Any] = {
+        "most_tokens": MOST_TOKENS,
+        "held_out_bytes": HELD_OUT,
+        "device": device,
+    }
     corpus = read_corpus(documents(None), ByteTokenizer(), **sizes)
     source = Windows(corpus.training, length=training.tokens, seed=training.seed, device=device)
     torch.manual_seed(training.seed)

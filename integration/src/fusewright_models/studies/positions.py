@@ -79,13 +79,14 @@ def piece_losses(
             f"wanted more than {far + length} tokens of held-out text; got {len(stream)}"
         )
     for start in range(far, len(stream) - length, length):
-        losses = []
+        losses: list[float] = []
         for before in (near, far):
             window = stream[start - before : start + length + 1].long().unsqueeze(0)
             targets = window[:, 1:].clone()
             targets[:, :before] = NOTHING
             losses.append(float(model.loss(window, targets=targets)))  # sync: the result
-        yield start, *losses
+        near_loss, far_loss = losses
+        yield start, near_loss, far_loss
 
 
 def difference(points: list[PiecePoint]) -> tuple[float, float]:

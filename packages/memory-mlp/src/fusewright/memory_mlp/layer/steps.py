@@ -140,12 +140,13 @@ def scan(
     }
     if isinstance(weights, MemoryWeights) and isinstance(momentum, MemoryWeights):
         resting = rest if isinstance(rest, MemoryWeights) else None
-        memory = weights, momentum, *gates, resting
-        done = memory_scan(*rows, *memory, backend=rules.backend, **options)
+        options |= {"rest": resting, "backend": rules.backend}
+        y, weights, momentum, lost, loss = memory_scan(*rows, weights, momentum, *gates, **options)
     else:
-        done = deep_memory_scan(*rows, weights, momentum, *gates, rest, **options)
-    *found, loss = done
-    return *found, loss if rules.reduction == "sum" else loss / q.shape[-1]
+        y, weights, momentum, lost, loss = deep_memory_scan(
+            *rows, weights, momentum, *gates, rest, **options
+        )
+    return y, weights, momentum, lost, loss if rules.reduction == "sum" else loss / q.shape[-1]
 
 
 def pooled_steps(

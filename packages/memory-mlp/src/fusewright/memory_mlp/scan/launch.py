@@ -340,9 +340,11 @@ def clip_plan(problem: Problem, k: tuple[int, ...], v: tuple[int, ...]) -> ClipP
 def problem_of(
     shape: tuple[int, int, int, int], options: Options, rows: Layout, device: torch.device
 ) -> Problem:
-    hidden, chunk, *others = options
+    hidden, chunk, activation, read, residual_norm, precision = options
     # A chunk is no longer than there are tokens.
-    return Problem(*shape, hidden, min(chunk, shape[1]), *others, rows[0], device)
+    chunk = min(chunk, shape[1])
+    form = activation, read, residual_norm, precision
+    return Problem(*shape, hidden, chunk, *form, rows[0], device)
 
 
 def read_launch(

@@ -79,8 +79,8 @@ def memory_scan_by_token(
         if max_grad_norm is None:
             rows, factor = rows_of(*token, None, start[0], FACTOR, **form), None
         else:
-            options = activation, residual_norm, max_grad_norm
-            rows, factor = clipped_rows(*token, own, start[0], *options)
+            clip: dict[str, Any] = {"max_grad_norm": max_grad_norm, **form}
+            rows, factor = clipped_rows(*token, own, start[0], **clip)
             factors.append(factor)
         losses.append(losses_of(rows, own, factor))
         new_momentum = mapped(
@@ -484,8 +484,8 @@ def packed_chunks(
     *begins, end = [packed_copy(MemoryWeights(*w), MemoryWeights(*s)) for w, s in wanted]
     began = torch.stack(begins) if begins else state.new_empty(0, *state.shape)
     y = y.transpose(1, 2).to(dtype).contiguous()
-    of_tokens = (x.mT.detach().contiguous() for x in (loss, factors, taken))
-    return y, end, began, *of_tokens
+    loss, factors = (x.mT.detach().contiguous() for x in (loss, factors))
+    return y, end, began, loss, factors, taken.mT.contiguous()
 
 
 def packed_scan_backward(
@@ -519,7 +519,7 @@ def packed_scan_backward(
         mask = None if written is None else written[:, part]
 
         def step(q, k, v, state, alpha, eta, theta, *resting, mask=mask):
-            tensors = q, k, v, state, alpha, eta, theta, mask, *(resting or (None,))
+            tensors = q, k, v, state, alpha, eta, theta, mask, resting[0] if resting else None
             return packed_chunks(*tensors, *options, False)[:2]
 
         pullback = torch.func.vjp(

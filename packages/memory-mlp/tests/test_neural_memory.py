@@ -474,6 +474,14 @@ def test_normed_memory_does_not_diverge_where_the_plain_one_does(device):
     assert not losses["paper"][-16:].isfinite().all()
 
 
+def test_memory_that_knows_nothing_is_quiet(device):
+    """Beside its input, of unit size: a model with it learns as one without it does at first."""
+    x = torch.randn(4, 64, 128, device=device)
+    for rule in ({}, PAPER):
+        y = NeuralMemory(128, heads=2, device=device, **rule)(x)[0]
+        assert y.square().mean().sqrt() < 0.2
+
+
 def test_loss_is_the_inner_loss_of_each_token(memory_of, device):
     """Also of a sequence that is cut amid a chunk; of pooled steps, of each."""
     memory = memory_of()

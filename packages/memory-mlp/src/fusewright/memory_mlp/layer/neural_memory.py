@@ -199,6 +199,11 @@ class NeuralMemory(nn.Module):
         gates: dict[str, Any] = {"theta": theta, "max_step": max_step, "starts": starts}
         self.gates: Gates = Gates(dim, heads, chunk=chunk, **gates, **place)
         self.output: nn.Linear = nn.Linear(heads * head_dim, dim, bias=False, **place)
+        if residual_norm:
+            # What a head reads has length sqrt(D) then, whatever it has learned: it begins as quiet
+            # as an empty memory without a norm.
+            with torch.no_grad():
+                self.output.weight.mul_(head_dim**-0.5)
         widths = [head_dim, *(hidden,) * (layers - 1), head_dim]
         self.initial: nn.ParameterDict = nn.ParameterDict()
         for layer, (fan_in, fan_out) in enumerate(itertools.pairwise(widths), 1):

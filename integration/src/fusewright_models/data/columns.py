@@ -196,9 +196,10 @@ class Column:
     @classmethod
     def of(cls, name: str, values: np.ndarray) -> Column:
         """With the mean and the standard deviation of ``values``; 1 where they are all equal."""
-        spread = float(values.std())
-        varies = spread > 0.0 and values.min() < values.max()
-        return cls(name, float(values.mean()), spread if varies else 1.0)
+        if values.min() == values.max():
+            # A mean of large numbers that are equal is rounded to another one.
+            return cls(name, float(values.min()), 1.0)
+        return cls(name, float(values.mean()), float(values.std()) or 1.0)
 
     @classmethod
     def as_is(cls, name: str) -> Column:

@@ -348,6 +348,29 @@ def finished(tmp_path_factory, text, short_samples):
     return folder
 
 
+@pytest.mark.usefixtures("without_pictures")
+def test_run_of_before_that_names_no_rule_of_the_memory_goes_on_by_the_papers(tmp_path, text):
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    rule = ["--memory-rule", "paper", "--memory-length", "100"]
+    result = run("titan-mac", *TINY, *rule, "--dataset", text, "--out", whole)
+    assert result.exit_code == 0, result.output
+    shutil.copytree(whole, folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    assert (config.pop("memory_rule"), config.pop("memory_length")) == ("paper", 100.0)
+    file.write_text(json.dumps(config))
+    assert (
+        RunFolder(folder)
+        .load_checkpoint()["choices"]
+        .keys()
+        .isdisjoint({"memory_rule", "memory_length"})
+    )
+    continued = [run("generate", each, "--tokens", "12").stdout for each in (whole, folder)]
+    assert continued[0] == continued[1]
+    result = run("titan-mac", "--resume", folder)
+    assert result.exit_code == 0, result.output
+
+
 @pytest.mark.parametrize(("margin", "code"), [("-100", 0), ("0.15", 1)])
 def test_margin_that_is_not_reached_is_a_failure(tmp_path, finished, margin, code):
     """Five steps are far from an order-2 byte model."""

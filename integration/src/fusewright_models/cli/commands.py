@@ -307,11 +307,11 @@ def read_run(kind: type[RunT], folder: RunFolder) -> RunT:
     config.pop("torch", None)
     config = by_new_names(config)
     wanted = {field.name: field for field in fields(kind)}
-    # Runs of before do not say what changes nothing that is trained: that is the default's.
+    # Runs of before do not say what they did as all did then, nor what changes nothing that is
+    # trained: that is the default's.
+    config = {name: x for name, x in kind.later.items() if name in wanted} | config
     left_open = {
-        name
-        for name in (NOT_TRAINED | kind.later.keys()) & wanted.keys()
-        if wanted[name].default is not MISSING
+        name for name in NOT_TRAINED & wanted.keys() if wanted[name].default is not MISSING
     }
     if differ := (config.keys() ^ wanted.keys()) - (left_open - config.keys()):
         names = ", ".join(sorted(differ))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..models.titan_mac import TitanMAC, TitanMACConfig
 from ..text import TextBatch
+from .commands import LATER
 from .presets import TITAN_MAC_PRESETS
 from .settings import TitanMACSettings
 from .text import TextRun, train_on_text
@@ -19,6 +20,7 @@ class TitanMACRun(TitanMACSettings, TextRun):
 
     title: ClassVar[str] = "TitanMAC"
     presets: ClassVar = TITAN_MAC_PRESETS
+    later: ClassVar = LATER | {"memory_rule": "paper", "memory_length": 100.0}
 
     @classmethod
     def own_defaults(cls, shape: TitanMACConfig, steps: int) -> dict[str, Any]:

@@ -37,6 +37,9 @@ from .tiles import (
     token_numbers,
 )
 
+# Of a rest, that one program adds up; unmeasured.
+REST_NUMBERS = tl.constexpr(1024)
+
 
 @triton.jit
 def gradient_after(dstate_ptr, dstates_ptr, own, local, is_last, CONFIG: tl.constexpr):
@@ -392,18 +395,17 @@ def rest_backward_kernel(
     drests_ptr,
     drest_ptr,
     chunks,
-    BLOCK: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """One program adds to BLOCK numbers of one head's ``drest`` [SIZE] what comes through the reads
-    of ``chunks`` chunks and through their ends: 1 - keep times the gradient of the memory with
-    which each ends.
+    """One program adds to REST_NUMBERS numbers of one head's ``drest`` [SIZE] what comes through
+    the reads of ``chunks`` chunks and through their ends: 1 - keep times the gradient of the memory
+    with which each ends.
     """
     C: tl.constexpr = CONFIG.C
     SIZE: tl.constexpr = CONFIG.SIZE
-    blocks = tl.cdiv(SIZE, BLOCK)
+    blocks = tl.cdiv(SIZE, REST_NUMBERS)
     own = (tl.program_id(0) // blocks).to(tl.int64)
-    number = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    number = tl.program_id(0) % blocks * REST_NUMBERS + tl.arange(0, REST_NUMBERS)
     inside = number < SIZE
     total = tl.load(drest_ptr + own * SIZE + number, mask=inside)
     for back in tl.range(0, chunks):

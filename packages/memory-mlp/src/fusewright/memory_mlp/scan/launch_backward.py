@@ -61,8 +61,6 @@ NO_CLIP = (None,) * 5
 NO_NORM = (None,) * 3
 # y and the loss, which the recomputation does not write.
 NO_READ = (None,) * 2
-# Numbers of a program that adds up the gradient of what the memory rests at; unmeasured.
-REST_BLOCK = 1024
 
 
 class Part(NamedTuple):
@@ -371,11 +369,10 @@ def backward_part(
         decays_launch(kernels_backward.decays_backward_kernel, problem, first, chunks),
         Launch(
             kernels_backward.rest_backward_kernel,
-            (heads * cdiv(problem.rest_shape[-1], REST_BLOCK),),
+            (heads * cdiv(problem.rest_shape[-1], kernels_backward.REST_NUMBERS.value),),
             problem.device,
             (chunks,),
             dict(num_warps=4),
-            BLOCK=REST_BLOCK,
             CONFIG=problem.constants(KEYS_BACKWARD),
         ),
     )

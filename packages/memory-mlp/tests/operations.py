@@ -9,9 +9,11 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 from fusewright.memory_mlp import MemoryWeights, memory_read, memory_scan, memory_update
+from fusewright.memory_mlp.common.deep_weights import deep_shapes
 from fusewright.memory_mlp.common.weights import pack, unpack, weight_shapes
 from fusewright.memory_mlp.inputs import memory_input
 from fusewright.memory_mlp.inputs import tokens as token_ops
+from fusewright.memory_mlp.scan.deep_scan import deep_memory_scan
 from fusewright_testkit.conformance import Operation, Package
 from fusewright_testkit.yardstick import as_tuple
 
@@ -26,7 +28,7 @@ PACKAGE = Package(
     ),
     registered=(
         "memory_update memory_update_backward memory_scan memory_scan_backward clipped_scan "
-        "clipped_scan_backward memory_read "
+        "clipped_scan_backward deep_scan deep_scan_backward memory_read "
         "memory_read_backward memory_input memory_queries memory_input_backward finite_tokens "
         "kept_tokens gated_tokens gated_tokens_backward count_tokens"
     ),
@@ -210,6 +212,96 @@ class ScanOp(FlatOp):
             for least, most in ((0.0, 0.02), (0.85, 0.95), (0.0, rate))
         ]
         return [*(x.to(dtype) for x in (q, k, v)), *memory, *momentum, *gates]
+
+
+@dataclass(frozen=True)
+class DeepOp(FlatOp):
+    """deep_memory_scan on flat lists of tensors: q, k, v, the memory of ``layers`` layers, its
+    momentum, the three gates and, with ``rests``, what it forgets towards. Chunks are of 2 tokens
+    where there are few; every third token is not written where it is ``masked``.
+    """
+
+    layers: int = 3
+    rests: bool = False
+    masked: bool = False
+
+    function = "deep_scan"
+    # Rows, tokens, heads, D, hidden units.
+    small = (1, 2, 1, 2, 3)
+    tiny = (1, 2, 1, 1, 2)
+    several = (1, 3, 2, 3, 5)
+    growing = ((1, 5, 1, 3, 4), (1, 7, 1, 3, 4), (1, 9, 1, 3, 4))
+    empty = ((0, 3, 2, 4, 5), (2, 3, 0, 4, 5))
+    gpu = ((2, 300, 3, 64, 128), (2, 300, 3, 64, 256))
+    # The memory is packed first.
+    saves = 0
+    exempt: ClassVar = (
+        MANY
+        | INTERNAL
+        | {
+            "test_strides_change_no_bit_and_outputs_are_contiguous": (
+                "weights and momentum are views of one tensor"
+            )
+        }
+    )
+
+    def having(self, **options: Any) -> DeepOp:
+        """The op with fields or options of its own."""
+        fields = {x: options.pop(x) for x in ("layers", "rests", "masked") if x in options}
+        return replace(self, **fields, options=self.options | options)
+
+    def public(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        """y, then weights and momentum after the last token."""
+        q, k, v, *others = tensors
+        size = 2 * self.layers
+        halves = [tuple(others[:size]), tuple(others[size : 2 * size])]
+        gates, rest = others[2 * size :][:3], tuple(others[2 * size + 3 :])
+        chunk = 2 if q.shape[1] < 64 else 64
+        mask = None
+        if self.masked:
+            token = torch.arange(q.shape[1], device=q.device)
+            mask = (token % 3 != 1).view(1, -1, 1).expand(q.shape[:3])
+        y, weights, momentum, _ = deep_memory_scan(
+            *(q, k, v, *halves, *gates, mask),
+            rest=rest or None,
+            **dict(chunk=chunk) | self.options | options,
+        )
+        return y, *weights, *momentum
+
+    def autocast(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [*(x.bfloat16() for x in tensors[:3]), *tensors[3:]]
+
+    def kept(self, tensors: list[Tensor]) -> int:
+        """Weights and momentum, packed: at the start, and at that of every chunk; and the rest."""
+        chunks, size = -(-tensors[0].shape[1] // 2), 4 * self.layers
+        memory, rest = tensors[3 : 3 + size], tensors[6 + size :]
+        return sum(x.numel() for x in memory) * (1 + chunks) + sum(x.numel() for x in rest)
+
+    def draw(
+        self,
+        batch: int,
+        tokens: int,
+        heads: int,
+        width: int,
+        hidden: int,
+        dtype: torch.dtype = F32,
+        device: str = "cpu",
+        *,
+        rate: float | None = None,
+    ) -> list[Tensor]:
+        """As those of the scan of two layers."""
+        scan = ScanOp().draw(batch, tokens, heads, width, hidden, dtype, device, rate=rate)
+        draw = normal(dtype, device)
+        shapes = deep_shapes((batch, heads), self.layers, hidden, width)
+
+        def memory(spread: float) -> list[Tensor]:
+            # Weights whose outputs are of the size of their inputs.
+            return [
+                draw(*x, spread=spread * (0.1 if len(x) == 3 else x[-1] ** -0.5)) for x in shapes
+            ]
+
+        rest = memory(1.0) if self.rests else []
+        return [*scan[:3], *memory(1.0), *memory(0.1), *scan[11:], *rest]
 
 
 @dataclass(frozen=True)
@@ -465,7 +557,9 @@ class StateOp(ReadOp):
 
 UPDATE = UpdateOp(dict(max_grad_norm=0.5), row_weights=True)
 SCAN = ShortChunksOp()
-OPERATIONS = {op.name: op for op in (UPDATE, SCAN, ReadOp(), InputOp(), GatedOp(), TokensOp())}
+OPERATIONS = {
+    op.name: op for op in (UPDATE, SCAN, DeepOp(), ReadOp(), InputOp(), GatedOp(), TokensOp())
+}
 FORMS = {
     op.name: op
     for op in (
@@ -474,6 +568,13 @@ FORMS = {
             dict(read="before", activation="gelu", max_grad_norm=0.7), form="-clipped", masked=True
         ),
         RestOp(dict(residual_norm=True), form="-resting", masked=True),
+        DeepOp(
+            dict(read="before", activation="gelu"),
+            form="-with-a-rest",
+            layers=4,
+            rests=True,
+            masked=True,
+        ),
         StateOp(form="-of-a-state"),
         InputOp(form="-constant-theta", theta=0.1, taps=1, key_norm="rms"),
         InputOp(form="-without-taps", taps=0, key_norm=None),

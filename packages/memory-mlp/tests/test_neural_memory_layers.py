@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from fusewright.memory_mlp import MemoryWeights, memory_read, memory_scan, memory_update
 from fusewright.memory_mlp.read.memory_read import deep_memory_read
-from fusewright.memory_mlp.scan.memory_scan import deep_memory_scan
+from fusewright.memory_mlp.scan.deep_scan import deep_memory_scan
 from fusewright.memory_mlp.update.memory_update import deep_memory_update
 from fusewright_testkit import Yardstick
 

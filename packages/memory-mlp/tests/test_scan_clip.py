@@ -11,7 +11,7 @@ import torch
 from fusewright.memory_mlp import MemoryWeights, NeuralMemory, memory_scan
 from fusewright.memory_mlp.common.weights import pack, pack_weights
 from fusewright.memory_mlp.scan import reference
-from fusewright.memory_mlp.scan.memory_scan import deep_memory_scan
+from fusewright.memory_mlp.scan.deep_scan import deep_memory_scan
 from fusewright_testkit.conformance import same_bits
 
 from .compared import assert_same_but_for_rounding

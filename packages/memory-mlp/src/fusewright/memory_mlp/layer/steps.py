@@ -12,7 +12,8 @@ from ..common.reference import over
 from ..common.weights import MemoryWeights, Weights, mapped
 from ..inputs.memory_input import Writes
 from ..read.memory_read import deep_memory_read, fits, memory_read
-from ..scan.memory_scan import deep_memory_scan, memory_scan
+from ..scan.deep_scan import deep_memory_scan
+from ..scan.memory_scan import memory_scan
 from ..update.memory_update import deep_memory_update, memory_update
 
 Tensor = torch.Tensor

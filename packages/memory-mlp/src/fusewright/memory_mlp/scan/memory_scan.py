@@ -38,7 +38,7 @@ titans-pytorch, without its gain.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -51,7 +51,7 @@ from .._core.checks import (
     check_same,
     checked_count,
 )
-from .._core.precision import autocast, wide, wide_dtype, without_autocast
+from .._core.precision import autocast, wide_dtype, without_autocast
 from .._core.registration import Derivative, Op
 from ..common.checks import (
     ACTIVATION_NAMES,
@@ -62,7 +62,7 @@ from ..common.checks import (
     checked_positive,
 )
 from ..common.operands import WIDEST, WIDEST_HIDDEN
-from ..common.weights import MemoryWeights, Weights, pack, packed_copy, unpack, weight_shapes
+from ..common.weights import MemoryWeights, pack, packed_copy, unpack, weight_shapes
 from . import launch, launch_backward, reference, reference_clip
 
 Tensor = torch.Tensor
@@ -330,32 +330,6 @@ def skipped_tokens(factors: Tensor, taken: Tensor, chunk: int, written: Tensor |
     mask = None if written is None else written.mT
     by_token = reference.of_tokens(taken.mT, chunk, factors.mT)
     return reference_clip.lost_tokens(factors.mT, by_token, mask)
-
-
-def deep_memory_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weights: Weights,
-    momentum: Weights,
-    alpha: Tensor,
-    eta: Tensor,
-    theta: Tensor,
-    write_mask: Tensor,
-    rest: Weights | None = None,
-    **options: Any,
-) -> tuple[Tensor, Weights, Weights, Tensor | None, Tensor]:
-    """:func:`memory_scan` of a memory of any number of layers, (w1, b1, .., wn, bn), in plain
-    torch; the mask is [B, T, heads], and nothing is checked.
-    """
-    with without_autocast(q.device):
-        dtype = q.dtype
-        q, k, v = (wide(x).transpose(1, 2) for x in (q, k, v))
-        alpha, eta, theta, written = (x.mT for x in (alpha, eta, theta, write_mask))
-        y, weights, momentum, skipped, loss = reference.memory_scan(
-            *(q, k, v, weights, momentum, alpha, eta, theta, written, rest), **options
-        )
-        return y.transpose(1, 2).to(dtype), weights, momentum, skipped, loss.mT
 
 
 def checked_chunk(

@@ -1,0 +1,171 @@
+r"""The scan of a memory of any number of layers, token by token: what NeuralMemory calls where its
+memory has not two.
+
+With the names of ``memory_scan``, for x_0 = k_t, z_l = w_l x_(l-1) + b_l, x_l = act(z_l) and M(k_t)
+= z_n, the gradient G_t is an outer product for each layer,
+
+    p_n = 2 (z_n - v_t)    p_l = (w_(l+1)^T p_(l+1)) * act'(z_l)    G_t,l = (p_l x_(l-1)^T, p_l)
+    W_t = (1 - alpha_t) W_(t-1) + alpha_t R + S_t
+
+so that each layer reads as one of two layers does. R, the ``rest``, is what the memory forgets
+towards, zero where it is absent.
+
+From three layers on kernels serve it; their matrices between hidden layers do not fit one program
+and stay in memory, where the second cache holds those of a chunk. Saved for the backward pass: the
+inputs, and weights and momentum at every chunk's start, in fp32; everything else is recomputed.
+Sums have a fixed order. Operands of products are in q's dtype, accumulation, weights and momentum
+in fp32. With ``max_grad_norm`` the scan runs in plain torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._core.backends import Backend, decline, uses_triton
+from .._core.precision import autocast, wide, without_autocast
+from .._core.registration import Derivative, Op
+from ..common.deep_weights import pack_deep, unpack_deep
+from ..common.operands import WIDEST, WIDEST_HIDDEN
+from ..common.weights import Weights
+from . import launch_deep, launch_deep_backward, reference, reference_deep
+
+Tensor = torch.Tensor
+
+ROWS = "Tensor q, Tensor k, Tensor v, Tensor state"
+GATES = "Tensor alpha, Tensor eta, Tensor theta, Tensor? written, Tensor? rest"
+OPTIONS = "int layers, int hidden, int chunk, str activation, str read"
+# The longest chunk that one program holds.
+LONGEST_CHUNK = 64
+
+
+def _forward_fake(q, k, v, state, alpha, eta, theta, written, rest, layers, hidden, chunk, *others):
+    chunks = -(-q.shape[1] // chunk)
+    states = state.new_empty((chunks, *state.shape))
+    return q.new_empty(q.shape), state.new_empty(state.shape), states
+
+
+def _backward_reference(dy, dend, q, k, v, state, states, *gates_and_options):
+    return reference_deep.packed_deep_backward(dy, dend, q, k, v, state, *gates_and_options)
+
+
+def _backward_fake(dy, dend, q, k, v, state, states, alpha, eta, theta, written, rest, *options):
+    drest = state.new_empty(0 if rest is None else rest.shape)
+    return *(x.new_empty(x.shape) for x in (q, k, v, state, alpha, eta, theta)), drest
+
+
+_forward = Op(
+    f"deep_scan({ROWS}, {GATES}, {OPTIONS}) -> (Tensor y, Tensor end, Tensor states)",
+    triton=launch_deep.deep_forward,
+    reference=reference_deep.packed_deep_scan,
+    fake=_forward_fake,
+)
+_backward = Op(
+    f"deep_scan_backward(Tensor dy, Tensor dend, {ROWS}, Tensor states, {GATES}, {OPTIONS})"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dstate, Tensor dalpha, Tensor deta,"
+    " Tensor dtheta, Tensor drest)",
+    triton=launch_deep_backward.deep_backward,
+    reference=_backward_reference,
+    fake=_backward_fake,
+)
+
+
+@_forward.derivative
+class _DeepScan(Derivative):
+    @staticmethod
+    def forward(ctx, run, q, k, v, state, alpha, eta, theta, written, rest, *options):
+        y, end, states = run(q, k, v, state, alpha, eta, theta, written, rest, *options)
+        ctx.save_for_backward(q, k, v, state, states, alpha, eta, theta, written, rest)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return y, end, *_forward.statistics(ctx, run, states)
+
+    @staticmethod
+    def backward(ctx, dy, dend, _):
+        if dy is None and dend is None:
+            return (None,) * 15
+        saved = q, _, _, state, *_, rest = ctx.saved_tensors
+        dy = torch.zeros_like(q) if dy is None else dy
+        dend = torch.zeros_like(state) if dend is None else dend
+        *grads, drest = _backward(dy, dend, *saved, *ctx.options)
+        return None, *grads, None, None if rest is None else drest, *(None for _ in ctx.options)
+
+
+# The states follow from the inputs, through which their gradients pass.
+_backward.derivative_of_reference("states")
+
+
+def deep_memory_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Weights,
+    momentum: Weights,
+    alpha: Tensor,
+    eta: Tensor,
+    theta: Tensor,
+    write_mask: Tensor | None,
+    *,
+    rest: Weights | None = None,
+    chunk: int = 64,
+    activation: str = "silu",
+    read: str = "after",
+    max_grad_norm: float | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Weights, Weights, Tensor | None]:
+    """``memory_scan`` of a memory of any number of layers, (w1, b1, .., wn, bn); the mask is
+    [B, T, heads], and nothing is checked. Differentiable in everything but the mask, twice.
+
+    Args:
+        rest: weights towards which alpha forgets, of the shapes of ``weights``, or such that expand
+            to them; None for zero. Not with ``max_grad_norm``.
+
+    Returns:
+        (y, weights and momentum after the last token, the tokens that were lost, None without
+        ``max_grad_norm``).
+    """
+    q, k, v = autocast(q, k, v)
+    layers, hidden, width = len(weights) // 2, weights[1].shape[-1], q.shape[-1]
+    if layers > 2 and uses_triton(q, backend) and serves(q, hidden, chunk, max_grad_norm, backend):
+        gates = [gate.float() for gate in (alpha, eta, theta)]
+        home = None if rest is None else pack_deep(rest).squeeze(-2)
+        tensors = q, k, v, pack_deep(weights, momentum), *gates, write_mask, home
+        y, end, _ = _forward(*tensors, layers, hidden, chunk, activation, read)
+        return y, *unpack_deep(end, layers, hidden, width), None
+    with without_autocast(q.device):
+        dtype = q.dtype
+        q, k, v = (wide(x).transpose(1, 2) for x in (q, k, v))
+        gates = [x.mT for x in (alpha, eta, theta)]
+        written = None if write_mask is None else write_mask.mT
+        options: dict[str, Any] = dict(chunk=chunk, activation=activation, read=read)
+        if rest is None:
+            y, weights, momentum, lost = reference.memory_scan(
+                *(q, k, v, weights, momentum, *gates, written),
+                **options,
+                max_grad_norm=max_grad_norm,
+            )
+        else:
+            y, states = reference_deep.deep_chunks(
+                q, k, v, weights, momentum, gates, written, rest, **options
+            )
+            (weights, momentum), lost = states[-1], None
+        return y.transpose(1, 2).to(dtype), weights, momentum, lost
+
+
+def serves(
+    q: Tensor, hidden: int, chunk: int, max_grad_norm: float | None, backend: Backend
+) -> bool:
+    """Whether the kernels are made for a memory and chunks of this size."""
+    if max_grad_norm is not None:
+        decline("the kernels of a memory of three layers or more have no max_grad_norm", backend)
+        return False
+    if q.shape[-1] <= WIDEST and hidden <= WIDEST_HIDDEN and chunk <= LONGEST_CHUNK:
+        return True
+    obstacle = (
+        f"the kernels of a memory of three layers or more serve heads of up to {WIDEST} columns, "
+        f"{WIDEST_HIDDEN} hidden units and chunks of {LONGEST_CHUNK} tokens, not {q.shape[-1]}, "
+        f"{hidden} and {chunk}"
+    )
+    decline(obstacle, backend)
+    return False

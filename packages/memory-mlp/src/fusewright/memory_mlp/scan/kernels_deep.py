@@ -1,0 +1,404 @@
+"""Triton kernels of the forward pass over memories of three layers or more, in the order in which
+they run. With the names of ``kernels``, x_0 = k and e = p_n:
+
+    z_l = w_l x_(l-1) + b_l    x_l = act(z_l)    e = 2 (z_n - v)
+    p_l = (w_(l+1)^T p_(l+1)) * act'(z_l)                          of a chunk's tokens
+    W, S of the next chunk = W_t, S_t of the last token            chunk after chunk
+    z_q,l = keep (w_l x_q + b_l) + carry (s_l x_q + c_l) + (1 - keep) (r_l x_q + d_l)
+            - (gamma * (x_q x_(l-1)^T + 1)) p_l                    all chunks at once
+
+with R, to which the memory forgets, zero where it is absent. A token's x and p need no other token
+of its chunk, and of what comes next every tile of every matrix no other tile: a chunk is two
+launches.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..common.tiles import (
+    activated,
+    load_vector,
+    product,
+    product_onto,
+    store_token_rows,
+    token_rows,
+    zeros,
+)
+from .tiles import COUNTS, FACTOR, load_last, load_seen, sums
+from .tiles_deep import (
+    CURVES,
+    KEYS,
+    QUERIES,
+    READS,
+    RESIDUALS,
+    SLOPES,
+    biases_at,
+    head_columns,
+    load_columns,
+    load_rows,
+    load_tile,
+    matrix_at,
+    rows_of_layer,
+    sides,
+    slot_at,
+    store_columns,
+    store_rows,
+    store_tile,
+    tile_of,
+    which_are_written,
+)
+
+
+@triton.jit
+def layer_of(total, matrix, x, token, rows, ROWS: tl.constexpr, CONFIG: tl.constexpr):
+    """total + w x^T of the first ``rows`` of ROWS rows of a matrix, [ROWS, tokens]."""
+    row = tl.arange(0, ROWS)
+    for start in tl.range(0, CONFIG.LOOP, CONFIG.STEP, num_stages=CONFIG.STAGES):
+        col = start + tl.arange(0, CONFIG.STEP)
+        w = load_tile(matrix, row, col, rows, CONFIG)
+        part = load_columns(x, token, col, CONFIG.HIDDEN, CONFIG)
+        total = product_onto(total, w.to(part.dtype), part, CONFIG)
+    return total
+
+
+@triton.jit
+def back_through(total, matrix, p, token, CONFIG: tl.constexpr):
+    """total + w^T p^T of a matrix between hidden layers, [BLOCK_HIDDEN, tokens]."""
+    col = tl.arange(0, CONFIG.BLOCK_HIDDEN)
+    for start in tl.range(0, CONFIG.LOOP, CONFIG.STEP, num_stages=CONFIG.STAGES):
+        row = start + tl.arange(0, CONFIG.STEP)
+        w = load_tile(matrix, row, col, CONFIG.HIDDEN, CONFIG)
+        part = load_columns(p, token, row, CONFIG.HIDDEN, CONFIG)
+        total = product_onto(total, tl.trans(w).to(part.dtype), part, CONFIG)
+    return total
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def deep_rows_kernel(
+    k_ptr,
+    v_ptr,
+    written_ptr,
+    rounded_ptr,
+    states_ptr,
+    rows_ptr,
+    wide_ptr,
+    step_ptr,
+    tokens,
+    heads,
+    all_heads,
+    first_chunk,
+    chunks,
+    k_batch_stride,
+    k_token_stride,
+    k_head_stride,
+    v_batch_stride,
+    v_token_stride,
+    v_head_stride,
+    CONFIG: tl.constexpr,
+):
+    """One program computes x and p of all layers for TOKENS tokens of one chunk of one head. With
+    ``step`` [2, heads] the chunk is the one that the first of its rows counts, the matrices are
+    read from ``rounded`` [heads, MATRICES], in q's dtype, and ``wide`` has one place for each head;
+    without, a program takes one of ``chunks`` chunks from ``first_chunk`` on and writes what the
+    backward pass needs besides. Tiles are [units, tokens], so that few tokens fill them.
+    """
+    HIDDEN: tl.constexpr = CONFIG.HIDDEN
+    D: tl.constexpr = CONFIG.D
+    SIZE: tl.constexpr = CONFIG.SIZE
+    LAYERS: tl.constexpr = CONFIG.LAYERS
+    KEEPS: tl.constexpr = step_ptr is None
+    program = (tl.program_id(0) // CONFIG.TOKEN_BLOCKS).to(tl.int64)
+    block = tl.program_id(0) % CONFIG.TOKEN_BLOCKS
+    places = all_heads * chunks
+    if KEEPS:
+        own = program // chunks
+        chunk = first_chunk + program % chunks
+        place = program
+        wide_place = place
+        wide_places = places
+    else:
+        own = program
+        chunk = tl.load(step_ptr + own).to(tl.int64)
+        tl.store(step_ptr + all_heads + own, chunk.to(tl.int32), mask=block == 0)
+        place = own * chunks + chunk
+        wide_place = own
+        wide_places = all_heads
+    first = chunk * CONFIG.C
+    token = block * CONFIG.TOKENS + tl.arange(0, CONFIG.TOKENS)
+    there = token < tl.minimum(tokens - first, CONFIG.C)
+    at = own // heads, own % heads, first
+    written = which_are_written(written_ptr, at, token, there, tokens, heads)
+    k_at = k_ptr, k_batch_stride, k_token_stride, k_head_stride
+    v_at = v_ptr, v_batch_stride, v_token_stride, v_head_stride
+    biases = states_ptr + (chunk * all_heads + own) * (2 * SIZE)
+    memory = biases
+    if not KEEPS:
+        memory = rounded_ptr + own * CONFIG.MATRICES
+    unit = tl.arange(0, CONFIG.BLOCK_HIDDEN)
+    col = tl.arange(0, CONFIG.BLOCK_D)
+
+    k = head_columns(k_at, at, token, written, CONFIG)
+    store_columns(slot_at(rows_ptr, KEYS, 0, places, place, CONFIG), k, token, col, D, CONFIG)
+    w = load_tile(memory, col, unit, D, CONFIG)
+    z = product(tl.trans(w).to(k.dtype), k, CONFIG)
+    x = slot_at(rows_ptr, KEYS, 1, places, place, CONFIG)
+    for layer in tl.static_range(1, LAYERS):
+        if layer > 1:
+            # All threads have stored x of the layer before.
+            tl.debug_barrier()
+            z = zeros(CONFIG.BLOCK_HIDDEN, CONFIG.TOKENS)
+            w_at = matrix_at(memory, layer, CONFIG)
+            z = layer_of(z, w_at, x, token, HIDDEN, CONFIG.BLOCK_HIDDEN, CONFIG)
+        z += load_vector(biases_at(biases, layer, CONFIG), unit, HIDDEN)[:, None]
+        h, slope, curve = activated(z, CONFIG)
+        x = slot_at(rows_ptr, KEYS, layer, places, place, CONFIG)
+        store_columns(x, h.to(k.dtype), token, unit, HIDDEN, CONFIG)
+        slopes = slot_at(wide_ptr, SLOPES, layer - 1, wide_places, wide_place, CONFIG)
+        store_columns(slopes, slope, token, unit, HIDDEN, CONFIG)
+        if KEEPS:
+            curves = slot_at(wide_ptr, CURVES, layer - 1, wide_places, wide_place, CONFIG)
+            store_columns(curves, curve, token, unit, HIDDEN, CONFIG)
+    tl.debug_barrier()
+    last = matrix_at(memory, LAYERS, CONFIG)
+    e = layer_of(zeros(CONFIG.BLOCK_D, CONFIG.TOKENS), last, x, token, D, CONFIG.BLOCK_D, CONFIG)
+    v = head_columns(v_at, at, token, written, CONFIG)
+    b = load_vector(biases_at(biases, LAYERS, CONFIG), col, D)
+    e = FACTOR * (e + b[:, None] - v.to(tl.float32))
+    e = tl.where(written[None, :], e, 0.0)
+    if KEEPS:
+        residuals = slot_at(wide_ptr, SLOPES, LAYERS - 1, wide_places, wide_place, CONFIG)
+        store_columns(residuals, e, token, col, D, CONFIG)
+    e = e.to(k.dtype)
+    p = slot_at(rows_ptr, RESIDUALS, LAYERS - 1, places, place, CONFIG)
+    store_columns(p, e, token, col, D, CONFIG)
+
+    w = load_tile(last, col, unit, D, CONFIG)
+    by_x = product(tl.trans(w).to(k.dtype), e, CONFIG)
+    for back in tl.static_range(1, LAYERS):
+        # p of the layer ``LAYERS - back``.
+        layer = LAYERS - back
+        if back > 1:
+            # All threads have stored p of the layer behind.
+            tl.debug_barrier()
+            by_x = zeros(CONFIG.BLOCK_HIDDEN, CONFIG.TOKENS)
+            w_at = matrix_at(memory, layer + 1, CONFIG)
+            by_x = back_through(by_x, w_at, p, token, CONFIG)
+        slopes = slot_at(wide_ptr, SLOPES, layer - 1, wide_places, wide_place, CONFIG)
+        slope = load_columns(slopes, token, unit, HIDDEN, CONFIG)
+        p = slot_at(rows_ptr, RESIDUALS, layer - 1, places, place, CONFIG)
+        store_columns(p, by_x * slope, token, unit, HIDDEN, CONFIG)
+        if KEEPS:
+            curves = slot_at(wide_ptr, CURVES, layer - 1, wide_places, wide_place, CONFIG)
+            curve = by_x * load_columns(curves, token, unit, HIDDEN, CONFIG)
+            # All threads have loaded what this overwrites.
+            tl.debug_barrier()
+            store_columns(curves, curve, token, unit, HIDDEN, CONFIG)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def deep_advance_kernel(
+    gamma_ptr,
+    nu_ptr,
+    reach_ptr,
+    rest_ptr,
+    rows_ptr,
+    states_ptr,
+    end_ptr,
+    rounded_ptr,
+    step_ptr,
+    tokens,
+    heads,
+    all_heads,
+    chunks,
+    CONFIG: tl.constexpr,
+):
+    """One program computes one tile of the memory and the momentum of one head after a chunk, and
+    its rounding in ``rounded``.
+    """
+    BLOCK: tl.constexpr = CONFIG.BLOCK_D
+    SIZE: tl.constexpr = CONFIG.SIZE
+    own = (tl.program_id(0) // CONFIG.TILES).to(tl.int64)
+    tile = tl.program_id(0) % CONFIG.TILES
+    chunk = tl.load(step_ptr + all_heads + own)
+    tl.store(step_ptr + own, chunk + 1, mask=tile == 0)
+    place = own * chunks + chunk
+    places = all_heads * chunks
+    count = tl.minimum(tokens - chunk * CONFIG.C, CONFIG.C)
+    gamma, nu, keep, carry, decay = load_last((gamma_ptr, nu_ptr, reach_ptr), place, count, CONFIG)
+    memory = states_ptr + (tl.cast(chunk, tl.int64) * all_heads + own) * (2 * SIZE)
+    after = memory + all_heads * (2 * SIZE)
+    if chunk == chunks - 1:
+        after = end_ptr + own * (2 * SIZE)
+    layer, row_block, col_block = tile_of(tile, CONFIG)
+    is_first = layer == 1
+    height = rows_of_layer(layer, CONFIG)
+    token = tl.arange(0, CONFIG.BLOCK_C)
+    row = row_block * BLOCK + tl.arange(0, BLOCK)
+    col = col_block * BLOCK + tl.arange(0, BLOCK)
+    row_kind, col_kind = sides(layer, RESIDUALS, KEYS)
+    x = slot_at(rows_ptr, row_kind, layer - 1, places, place, CONFIG)
+    row_side = load_rows(x, token, row, height, CONFIG)
+    x = slot_at(rows_ptr, col_kind, layer - 1, places, place, CONFIG)
+    col_side = load_rows(x, token, col, CONFIG.HIDDEN, CONFIG)
+    # The weight goes to p, the larger of the two: on x it made numbers too small for float16.
+    down_memory, across_memory = weighed(row_side, col_side, -gamma, is_first)
+    down_momentum, across_momentum = weighed(row_side, col_side, -nu, is_first)
+
+    at = matrix_at(memory, layer, CONFIG)
+    w = load_tile(at, row, col, height, CONFIG)
+    s = load_tile(at + SIZE, row, col, height, CONFIG)
+    w = keep * w + carry * s
+    if rest_ptr is not None:
+        rest = rest_ptr + own * SIZE
+        r = load_tile(matrix_at(rest, layer, CONFIG), row, col, height, CONFIG)
+        w += (1.0 - keep) * r
+    w = product_onto(w, tl.trans(down_memory), across_memory, CONFIG)
+    s = product_onto(decay * s, tl.trans(down_momentum), across_momentum, CONFIG)
+    at = matrix_at(after, layer, CONFIG)
+    store_tile(at, w, row, col, height, CONFIG)
+    store_tile(at + SIZE, s, row, col, height, CONFIG)
+    x = matrix_at(rounded_ptr + own * CONFIG.MATRICES, layer, CONFIG)
+    store_tile(x, w.to(row_side.dtype), row, col, height, CONFIG)
+
+    # Biases with the first tile of p's side.
+    p = tl.where(is_first, col_side, row_side).to(tl.float32)
+    unit = tl.where(is_first, col, row)
+    inside = (unit < tl.where(layer == CONFIG.LAYERS, CONFIG.D, CONFIG.HIDDEN)) & (
+        tl.where(is_first, row_block, col_block) == 0
+    )
+    at = biases_at(memory, layer, CONFIG) + unit
+    b = tl.load(at, mask=inside, other=0.0)
+    sb = tl.load(at + SIZE, mask=inside, other=0.0)
+    to_memory, to_momentum = sums(-gamma[:, None] * p, -nu[:, None] * p)
+    to_memory += keep * b + carry * sb
+    if rest_ptr is not None:
+        r = tl.load(biases_at(rest, layer, CONFIG) + unit, mask=inside, other=0.0)
+        to_memory += (1.0 - keep) * r
+    at = biases_at(after, layer, CONFIG) + unit
+    tl.store(at, to_memory, mask=inside)
+    tl.store(at + SIZE, decay * sb + to_momentum, mask=inside)
+
+
+@triton.jit
+def weighed(row_side, col_side, weight, is_first):
+    """Both sides, that of p times one number for each token."""
+    one = tl.full(weight.shape, 1.0, tl.float32)
+    down = tl.where(is_first, one, weight)[:, None] * row_side.to(tl.float32)
+    across = tl.where(is_first, weight, one)[:, None] * col_side.to(tl.float32)
+    return down.to(row_side.dtype), across.to(col_side.dtype)
+
+
+@triton.jit(do_not_specialize=(*COUNTS, "layer"))
+def deep_read_kernel(
+    q_ptr,
+    gamma_ptr,
+    reach_ptr,
+    rest_ptr,
+    states_ptr,
+    rows_ptr,
+    y_ptr,
+    tokens,
+    heads,
+    all_heads,
+    first_chunk,
+    chunks,
+    layer,
+    q_batch_stride,
+    q_token_stride,
+    q_head_stride,
+    CONFIG: tl.constexpr,
+):
+    """One program computes BLOCK_D columns of one layer of what the queries of one chunk of one
+    head read: of the last layer y, of the others x_q, and act'(z_q) if KEEPS.
+    """
+    BLOCK: tl.constexpr = CONFIG.BLOCK_D
+    BLOCK_C: tl.constexpr = CONFIG.BLOCK_C
+    SIZE: tl.constexpr = CONFIG.SIZE
+    IS_FIRST: tl.constexpr = CONFIG.KIND == "first"
+    IS_LAST: tl.constexpr = CONFIG.KIND == "last"
+    INPUTS: tl.constexpr = CONFIG.D if IS_FIRST else CONFIG.HIDDEN
+    OUTPUTS: tl.constexpr = CONFIG.D if IS_LAST else CONFIG.HIDDEN
+    OUTPUT_BLOCKS: tl.constexpr = 1 if IS_LAST else CONFIG.BLOCKS
+    program = tl.program_id(0) // OUTPUT_BLOCKS
+    block = tl.program_id(0) % OUTPUT_BLOCKS
+    place, own, chunk, at, count, there = chunk_of_place(
+        program, first_chunk, chunks, tokens, heads, CONFIG
+    )
+    places = all_heads * chunks
+    token = tl.arange(0, BLOCK_C)
+    out = block * BLOCK + tl.arange(0, BLOCK)
+    gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, place, count, CONFIG)
+    memory = states_ptr + (chunk * all_heads + own) * (2 * SIZE)
+    matrix = matrix_at(memory, layer, CONFIG)
+    keys = slot_at(rows_ptr, KEYS, layer - 1, places, place, CONFIG)
+    queries = slot_at(rows_ptr, QUERIES, layer - 1, places, place, CONFIG)
+    if rest_ptr is not None:
+        rest = rest_ptr + own * SIZE
+        rest_matrix = matrix_at(rest, layer, CONFIG)
+    matches = tl.full([BLOCK_C, BLOCK_C], 1.0, tl.float32)
+    z = zeros(BLOCK_C, BLOCK)
+    for start in tl.range(0, INPUTS, BLOCK, num_stages=1):
+        col = start + tl.arange(0, BLOCK)
+        x = load_rows(keys, token, col, INPUTS, CONFIG)
+        if IS_FIRST:
+            q_at = q_ptr, q_batch_stride, q_token_stride, q_head_stride
+            x_q = token_rows(q_at, at, there, CONFIG)
+            if CONFIG.KEEPS:
+                if block == 0:
+                    store_rows(queries, x_q, token, col, INPUTS, CONFIG)
+        else:
+            x_q = load_rows(queries, token, col, INPUTS, CONFIG)
+        matches = product_onto(matches, x_q, tl.trans(x), CONFIG)
+        x_wide = x_q.to(tl.float32)
+        w = inputs_to_outputs(matrix, col, out, INPUTS, OUTPUTS, CONFIG).to(x.dtype)
+        z = product_onto(z, (keep * x_wide).to(x.dtype), w, CONFIG)
+        w = inputs_to_outputs(matrix + SIZE, col, out, INPUTS, OUTPUTS, CONFIG).to(x.dtype)
+        z = product_onto(z, (carry * x_wide).to(x.dtype), w, CONFIG)
+        if rest_ptr is not None:
+            w = inputs_to_outputs(rest_matrix, col, out, INPUTS, OUTPUTS, CONFIG).to(x.dtype)
+            z = product_onto(z, ((1.0 - keep) * x_wide).to(x.dtype), w, CONFIG)
+    # The ones carry the biases.
+    p = slot_at(rows_ptr, RESIDUALS, layer - 1, places, place, CONFIG)
+    p = load_rows(p, token, out, OUTPUTS, CONFIG)
+    z = product_onto(z, (-gamma * matches).to(p.dtype), p, CONFIG)
+    b = load_vector(biases_at(memory, layer, CONFIG), out, OUTPUTS)
+    sb = load_vector(biases_at(memory + SIZE, layer, CONFIG), out, OUTPUTS)
+    z += keep * b[None, :] + carry * sb[None, :]
+    if rest_ptr is not None:
+        r = load_vector(biases_at(rest, layer, CONFIG), out, OUTPUTS)
+        z += (1.0 - keep) * r[None, :]
+    if IS_LAST:
+        store_token_rows(y_ptr, z, at, there, tokens, heads, CONFIG)
+    else:
+        h, slope, _ = activated(z, CONFIG)
+        x = slot_at(rows_ptr, QUERIES, layer, places, place, CONFIG)
+        store_rows(x, h, token, out, OUTPUTS, CONFIG)
+        if CONFIG.KEEPS:
+            x = slot_at(rows_ptr, READS, layer - 1, places, place, CONFIG)
+            store_rows(x, slope, token, out, OUTPUTS, CONFIG)
+
+
+@triton.jit
+def inputs_to_outputs(
+    matrix, col, out, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, CONFIG: tl.constexpr
+):
+    """w_l^T for these inputs and outputs."""
+    if CONFIG.KIND == "first":
+        w = load_tile(matrix, col, out, INPUTS, CONFIG)
+    else:
+        w = tl.trans(load_tile(matrix, out, col, OUTPUTS, CONFIG))
+    return w
+
+
+@triton.jit
+def chunk_of_place(place, first_chunk, chunks, tokens, heads, CONFIG: tl.constexpr):
+    """``chunk_of_program`` where several programs take one chunk of one head."""
+    place = place.to(tl.int64)
+    own = place // chunks
+    chunk = first_chunk + place % chunks
+    first = chunk * CONFIG.C
+    count = tl.minimum(tokens - first, CONFIG.C)
+    there = tl.arange(0, CONFIG.BLOCK_C) < count
+    return place, own, chunk, (own // heads, own % heads, first), count, there

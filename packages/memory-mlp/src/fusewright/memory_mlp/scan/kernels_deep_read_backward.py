@@ -1,0 +1,179 @@
+"""Triton kernel of the first part of the backward pass over memories of three layers or more: the
+reads of all chunks at once, layer by layer from the last.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..common.tiles import load_matrix, load_vector, product, product_onto, store_matrix, zeros
+from .tiles import COUNTS, chunk_of_program, load_seen
+from .tiles_deep import (
+    DINPUTS,
+    DRESIDUALS,
+    KEYS,
+    QUERIES,
+    READS,
+    RESIDUALS,
+    biases_at,
+    head_columns,
+    load_columns,
+    load_rows,
+    load_tile,
+    matrix_at,
+    slot_at,
+    store_columns,
+    store_head_columns,
+)
+
+
+@triton.jit(do_not_specialize=(*COUNTS, "layer"))
+def deep_read_backward_kernel(
+    dy_ptr,
+    gamma_ptr,
+    reach_ptr,
+    rest_ptr,
+    states_ptr,
+    rows_ptr,
+    wide_ptr,
+    dq_ptr,
+    dgamma_ptr,
+    dreach_ptr,
+    tokens,
+    heads,
+    all_heads,
+    first_chunk,
+    chunks,
+    layer,
+    dy_batch_stride,
+    dy_token_stride,
+    dy_head_stride,
+    CONFIG: tl.constexpr,
+):
+    """One program takes the gradient of z_q of one layer, of one chunk of one head, to that of z_q
+    of the layer before, of the first layer to dq, and computes the gradients through the layer's
+    reads of p, of the keys' x, of gamma, keep and carry. That of z_q takes the place of the slope.
+
+    What is the same for all blocks is the right operand of each product: a left one is held in
+    registers, and ptxas overwrites them although the next iteration needs them.
+    """
+    BLOCK: tl.constexpr = CONFIG.BLOCK_D
+    BLOCK_C: tl.constexpr = CONFIG.BLOCK_C
+    C: tl.constexpr = CONFIG.C
+    SIZE: tl.constexpr = CONFIG.SIZE
+    IS_FIRST: tl.constexpr = CONFIG.KIND == "first"
+    IS_LAST: tl.constexpr = CONFIG.KIND == "last"
+    INPUTS: tl.constexpr = CONFIG.D if IS_FIRST else CONFIG.HIDDEN
+    OUTPUTS: tl.constexpr = CONFIG.D if IS_LAST else CONFIG.HIDDEN
+    local, own, chunk, at, count, there = chunk_of_program(
+        first_chunk, chunks, tokens, heads, CONFIG
+    )
+    places = all_heads * chunks
+    token = tl.arange(0, BLOCK_C)
+    memory = states_ptr + (chunk * all_heads + own) * (2 * SIZE)
+    matrix = matrix_at(memory, layer, CONFIG)
+    biases = biases_at(memory, layer, CONFIG)
+    keys = slot_at(rows_ptr, KEYS, layer - 1, places, local, CONFIG)
+    residuals = slot_at(rows_ptr, RESIDUALS, layer - 1, places, local, CONFIG)
+    queries = slot_at(rows_ptr, QUERIES, layer - 1, places, local, CONFIG)
+    reads = slot_at(rows_ptr, READS, layer - 1, places, local, CONFIG)
+    if IS_LAST:
+        dy_at = dy_ptr, dy_batch_stride, dy_token_stride, dy_head_stride
+        dy = head_columns(dy_at, at, token, there, CONFIG)
+        store_columns(reads, dy, token, tl.arange(0, CONFIG.BLOCK_D), OUTPUTS, CONFIG)
+        # All threads have stored what these load.
+        tl.debug_barrier()
+    if rest_ptr is not None:
+        rest = matrix_at(rest_ptr + own * SIZE, layer, CONFIG)
+        rest_biases = biases_at(rest_ptr + own * SIZE, layer, CONFIG)
+    gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, CONFIG)
+    matches = tl.full([BLOCK_C, BLOCK_C], 1.0, tl.float32)
+    for start in tl.range(0, INPUTS, BLOCK, num_stages=1):
+        col = start + tl.arange(0, BLOCK)
+        x_q = load_rows(queries, token, col, INPUTS, CONFIG)
+        x = load_rows(keys, token, col, INPUTS, CONFIG)
+        matches = product_onto(matches, x_q, tl.trans(x), CONFIG)
+    dmatches = zeros(BLOCK_C, BLOCK_C)
+    dkeep = tl.zeros([BLOCK_C], tl.float32)
+    dcarry = tl.zeros([BLOCK_C], tl.float32)
+    for start in tl.range(0, OUTPUTS, BLOCK, num_stages=1):
+        col = start + tl.arange(0, BLOCK)
+        dz = load_rows(reads, token, col, OUTPUTS, CONFIG)
+        p = load_rows(residuals, token, col, OUTPUTS, CONFIG)
+        dmatches = product_onto(dmatches, dz, tl.trans(p), CONFIG)
+        dz_wide = dz.to(tl.float32)
+        b = load_vector(biases, col, OUTPUTS)
+        if rest_ptr is not None:
+            b -= load_vector(rest_biases, col, OUTPUTS)
+        dkeep += tl.sum(dz_wide * b[None, :], 1)
+        dcarry += tl.sum(dz_wide * load_vector(biases + SIZE, col, OUTPUTS)[None, :], 1)
+    dgamma_at = dgamma_ptr + local * (C * C)
+    dgamma = -matches * dmatches
+    if not IS_LAST:
+        dgamma += load_matrix(dgamma_at, token, token, C, C)
+        tl.debug_barrier()
+    store_matrix(dgamma_at, dgamma, token, token, C, C)
+    matches = (-gamma * matches).to(dy_ptr.dtype.element_ty)
+    dmatches = (-gamma * dmatches).to(dy_ptr.dtype.element_ty)
+
+    dresiduals = slot_at(wide_ptr, DRESIDUALS, layer - 1, places, local, CONFIG)
+    for start in tl.range(0, OUTPUTS, BLOCK, num_stages=1):
+        col = start + tl.arange(0, BLOCK)
+        dz = load_rows(reads, token, col, OUTPUTS, CONFIG)
+        dp = product(tl.trans(dz), matches, CONFIG)
+        store_columns(dresiduals, dp, token, col, OUTPUTS, CONFIG)
+    keep = tl.trans(keep)
+    carry = tl.trans(carry)
+    dinputs = slot_at(wide_ptr, DINPUTS, layer - 1, places, local, CONFIG)
+    for start in tl.range(0, INPUTS, BLOCK, num_stages=1):
+        col = start + tl.arange(0, BLOCK)
+        x_q = load_rows(queries, token, col, INPUTS, CONFIG)
+        dx = product(tl.trans(x_q), dmatches, CONFIG)
+        store_columns(dinputs, dx, token, col, INPUTS, CONFIG)
+        x_wide = tl.trans(x_q).to(tl.float32)
+        x = load_rows(keys, token, col, INPUTS, CONFIG)
+        total = product(tl.trans(x), tl.trans(dmatches), CONFIG)
+        dx = outputs_to_inputs(matrix, reads, token, col, INPUTS, OUTPUTS, CONFIG)
+        total += keep * dx
+        dkeep += tl.sum(x_wide * dx, 0)
+        dx = outputs_to_inputs(matrix + SIZE, reads, token, col, INPUTS, OUTPUTS, CONFIG)
+        total += carry * dx
+        dcarry += tl.sum(x_wide * dx, 0)
+        if rest_ptr is not None:
+            dx = outputs_to_inputs(rest, reads, token, col, INPUTS, OUTPUTS, CONFIG)
+            total += (1.0 - keep) * dx
+            dkeep -= tl.sum(x_wide * dx, 0)
+        if IS_FIRST:
+            store_head_columns(dq_ptr, total, at, token, there, tokens, heads, CONFIG)
+        else:
+            before = slot_at(rows_ptr, READS, layer - 2, places, local, CONFIG)
+            total *= load_columns(before, token, col, INPUTS, CONFIG).to(tl.float32)
+            # All threads have loaded what this overwrites.
+            tl.debug_barrier()
+            store_columns(before, total, token, col, INPUTS, CONFIG)
+    dreach = dreach_ptr + local * (2 * C) + token
+    if not IS_LAST:
+        dkeep += tl.load(dreach, mask=token < C, other=0.0)
+        dcarry += tl.load(dreach + C, mask=token < C, other=0.0)
+    tl.debug_barrier()
+    tl.store(dreach, dkeep, mask=token < C)
+    tl.store(dreach + C, dcarry, mask=token < C)
+
+
+@triton.jit
+def outputs_to_inputs(
+    matrix, dz_at, token, col, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, CONFIG: tl.constexpr
+):
+    """w_l^T dz^T of these inputs, [inputs, tokens]."""
+    BLOCK: tl.constexpr = CONFIG.BLOCK_D
+    total = zeros(BLOCK, CONFIG.BLOCK_C)
+    for start in tl.range(0, OUTPUTS, BLOCK, num_stages=1):
+        out = start + tl.arange(0, BLOCK)
+        dz = load_rows(dz_at, token, out, OUTPUTS, CONFIG)
+        if CONFIG.KIND == "first":
+            w = load_tile(matrix, col, out, INPUTS, CONFIG).to(dz.dtype)
+        else:
+            w = tl.trans(load_tile(matrix, out, col, OUTPUTS, CONFIG)).to(dz.dtype)
+        total = product_onto(total, w, tl.trans(dz), CONFIG)
+    return total

@@ -26,7 +26,7 @@ from ..common.tiles import (
     token_rows,
     zeros,
 )
-from .tiles import COUNTS, FACTOR, load_last, load_seen, sums
+from .tiles import COUNTS, FACTOR, load_last, load_seen
 from .tiles_deep import (
     CURVES,
     KEYS,
@@ -34,18 +34,20 @@ from .tiles_deep import (
     READS,
     RESIDUALS,
     SLOPES,
+    WIDE_RESIDUALS,
     biases_at,
+    by_sides,
     head_columns,
     load_columns,
     load_rows,
     load_tile,
     matrix_at,
     rows_of_layer,
-    sides,
     slot_at,
     store_columns,
     store_rows,
     store_tile,
+    sums_at,
     tile_of,
     which_are_written,
 )
@@ -80,10 +82,13 @@ def deep_rows_kernel(
     k_ptr,
     v_ptr,
     written_ptr,
+    gamma_ptr,
+    nu_ptr,
     rounded_ptr,
     states_ptr,
     rows_ptr,
     wide_ptr,
+    sums_ptr,
     step_ptr,
     tokens,
     heads,
@@ -100,8 +105,9 @@ def deep_rows_kernel(
 ):
     """One program computes x and p of all layers for TOKENS tokens of one chunk of one head. With
     ``step`` [2, heads] the chunk is the one that the first of its rows counts, the matrices are
-    read from ``rounded`` [heads, MATRICES], in q's dtype, and ``wide`` has one place for each head;
-    without, a program takes one of ``chunks`` chunks from ``first_chunk`` on and writes what the
+    read from ``rounded`` [heads, MATRICES], in q's dtype, ``wide`` has one place for each head, and
+    ``sums`` [heads, TOKEN_BLOCKS, 2, biases] is what the tokens' p add to the biases and to their
+    momentum; without, a program takes one of ``chunks`` chunks from ``first_chunk`` on and writes what the
     backward pass needs besides. Tiles are [units, tokens], so that few tokens fill them.
     """
     HIDDEN: tl.constexpr = CONFIG.HIDDEN
@@ -136,6 +142,10 @@ def deep_rows_kernel(
     memory = biases
     if not KEEPS:
         memory = rounded_ptr + own * CONFIG.MATRICES
+        at_end = gamma_ptr + place * (CONFIG.C * CONFIG.C) + (CONFIG.C - 1) * CONFIG.C
+        gamma = tl.load(at_end + token, mask=there, other=0.0)[None, :]
+        nu = tl.load(nu_ptr + place * CONFIG.C + token, mask=there, other=0.0)[None, :]
+        sums = sums_at(sums_ptr, own * CONFIG.TOKEN_BLOCKS + block, 2, CONFIG)
     unit = tl.arange(0, CONFIG.BLOCK_HIDDEN)
     col = tl.arange(0, CONFIG.BLOCK_D)
 
@@ -170,6 +180,10 @@ def deep_rows_kernel(
     if KEEPS:
         residuals = slot_at(wide_ptr, SLOPES, LAYERS - 1, wide_places, wide_place, CONFIG)
         store_columns(residuals, e, token, col, D, CONFIG)
+    else:
+        exact = slot_at(wide_ptr, WIDE_RESIDUALS, LAYERS - 1, wide_places, wide_place, CONFIG)
+        store_columns(exact, e, token, col, D, CONFIG)
+        store_sums(sums, -gamma * e, -nu * e, LAYERS, col, D, CONFIG)
     e = e.to(k.dtype)
     p = slot_at(rows_ptr, RESIDUALS, LAYERS - 1, places, place, CONFIG)
     store_columns(p, e, token, col, D, CONFIG)
@@ -188,13 +202,27 @@ def deep_rows_kernel(
         slopes = slot_at(wide_ptr, SLOPES, layer - 1, wide_places, wide_place, CONFIG)
         slope = load_columns(slopes, token, unit, HIDDEN, CONFIG)
         p = slot_at(rows_ptr, RESIDUALS, layer - 1, places, place, CONFIG)
-        store_columns(p, by_x * slope, token, unit, HIDDEN, CONFIG)
-        if KEEPS:
+        by_z = by_x * slope
+        store_columns(p, by_z, token, unit, HIDDEN, CONFIG)
+        if not KEEPS:
+            exact = slot_at(wide_ptr, WIDE_RESIDUALS, layer - 1, wide_places, wide_place, CONFIG)
+            store_columns(exact, by_z, token, unit, HIDDEN, CONFIG)
+            store_sums(sums, -gamma * by_z, -nu * by_z, layer, unit, HIDDEN, CONFIG)
+        else:
             curves = slot_at(wide_ptr, CURVES, layer - 1, wide_places, wide_place, CONFIG)
             curve = by_x * load_columns(curves, token, unit, HIDDEN, CONFIG)
             # All threads have loaded what this overwrites.
             tl.debug_barrier()
             store_columns(curves, curve, token, unit, HIDDEN, CONFIG)
+
+
+@triton.jit
+def store_sums(at, to_memory, to_momentum, layer, unit, width, CONFIG: tl.constexpr):
+    """Sums over tokens of [units, tokens], for the biases of a layer."""
+    at += (layer - 1) * CONFIG.HIDDEN + unit
+    tl.store(at, tl.sum(to_memory, 1), mask=unit < width)
+    at += CONFIG.SIZE - CONFIG.MATRICES
+    tl.store(at, tl.sum(to_momentum, 1), mask=unit < width)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -204,9 +232,11 @@ def deep_advance_kernel(
     reach_ptr,
     rest_ptr,
     rows_ptr,
+    wide_ptr,
     states_ptr,
     end_ptr,
     rounded_ptr,
+    sums_ptr,
     step_ptr,
     tokens,
     heads,
@@ -237,14 +267,19 @@ def deep_advance_kernel(
     token = tl.arange(0, CONFIG.BLOCK_C)
     row = row_block * BLOCK + tl.arange(0, BLOCK)
     col = col_block * BLOCK + tl.arange(0, BLOCK)
-    row_kind, col_kind = sides(layer, RESIDUALS, KEYS)
-    x = slot_at(rows_ptr, row_kind, layer - 1, places, place, CONFIG)
-    row_side = load_rows(x, token, row, height, CONFIG)
-    x = slot_at(rows_ptr, col_kind, layer - 1, places, place, CONFIG)
-    col_side = load_rows(x, token, col, CONFIG.HIDDEN, CONFIG)
+    # p's side and x's.
+    unit = tl.where(is_first, col, row)
+    width = tl.where(layer == CONFIG.LAYERS, CONFIG.D, CONFIG.HIDDEN)
+    p = slot_at(wide_ptr, WIDE_RESIDUALS, layer - 1, all_heads, own, CONFIG)
+    p = load_rows(p, token, unit, width, CONFIG)
+    other = tl.where(is_first, row, col)
+    x = slot_at(rows_ptr, KEYS, layer - 1, places, place, CONFIG)
+    x = load_rows(x, token, other, tl.where(is_first, CONFIG.D, CONFIG.HIDDEN), CONFIG)
+    dtype: tl.constexpr = x.dtype
+    x = x.to(tl.float32)
     # The weight goes to p, the larger of the two: on x it made numbers too small for float16.
-    down_memory, across_memory = weighed(row_side, col_side, -gamma, is_first)
-    down_momentum, across_momentum = weighed(row_side, col_side, -nu, is_first)
+    down_memory, across_memory = by_sides(-gamma[:, None] * p, x, is_first, dtype)
+    down_momentum, across_momentum = by_sides(-nu[:, None] * p, x, is_first, dtype)
 
     at = matrix_at(memory, layer, CONFIG)
     w = load_tile(at, row, col, height, CONFIG)
@@ -259,35 +294,27 @@ def deep_advance_kernel(
     at = matrix_at(after, layer, CONFIG)
     store_tile(at, w, row, col, height, CONFIG)
     store_tile(at + SIZE, s, row, col, height, CONFIG)
-    x = matrix_at(rounded_ptr + own * CONFIG.MATRICES, layer, CONFIG)
-    store_tile(x, w.to(row_side.dtype), row, col, height, CONFIG)
+    rounded = matrix_at(rounded_ptr + own * CONFIG.MATRICES, layer, CONFIG)
+    store_tile(rounded, w, row, col, height, CONFIG)
 
     # Biases with the first tile of p's side.
-    p = tl.where(is_first, col_side, row_side).to(tl.float32)
-    unit = tl.where(is_first, col, row)
-    inside = (unit < tl.where(layer == CONFIG.LAYERS, CONFIG.D, CONFIG.HIDDEN)) & (
-        tl.where(is_first, row_block, col_block) == 0
-    )
+    inside = (unit < width) & (tl.where(is_first, row_block, col_block) == 0)
     at = biases_at(memory, layer, CONFIG) + unit
     b = tl.load(at, mask=inside, other=0.0)
     sb = tl.load(at + SIZE, mask=inside, other=0.0)
-    to_memory, to_momentum = sums(-gamma[:, None] * p, -nu[:, None] * p)
-    to_memory += keep * b + carry * sb
+    b = keep * b + carry * sb
+    sb = decay * sb
     if rest_ptr is not None:
         r = tl.load(biases_at(rest, layer, CONFIG) + unit, mask=inside, other=0.0)
-        to_memory += (1.0 - keep) * r
+        b += (1.0 - keep) * r
+    for block in tl.static_range(CONFIG.TOKEN_BLOCKS):
+        at = sums_at(sums_ptr, own * CONFIG.TOKEN_BLOCKS + block, 2, CONFIG)
+        at += (layer - 1) * CONFIG.HIDDEN + unit
+        b += tl.load(at, mask=inside, other=0.0)
+        sb += tl.load(at + (SIZE - CONFIG.MATRICES), mask=inside, other=0.0)
     at = biases_at(after, layer, CONFIG) + unit
-    tl.store(at, to_memory, mask=inside)
-    tl.store(at + SIZE, decay * sb + to_momentum, mask=inside)
-
-
-@triton.jit
-def weighed(row_side, col_side, weight, is_first):
-    """Both sides, that of p times one number for each token."""
-    one = tl.full(weight.shape, 1.0, tl.float32)
-    down = tl.where(is_first, one, weight)[:, None] * row_side.to(tl.float32)
-    across = tl.where(is_first, weight, one)[:, None] * col_side.to(tl.float32)
-    return down.to(row_side.dtype), across.to(col_side.dtype)
+    tl.store(at, b, mask=inside)
+    tl.store(at + SIZE, sb, mask=inside)
 
 
 @triton.jit(do_not_specialize=(*COUNTS, "layer"))
@@ -298,6 +325,7 @@ def deep_read_kernel(
     rest_ptr,
     states_ptr,
     rows_ptr,
+    wide_ptr,
     y_ptr,
     tokens,
     heads,
@@ -338,7 +366,10 @@ def deep_read_kernel(
         rest = rest_ptr + own * SIZE
         rest_matrix = matrix_at(rest, layer, CONFIG)
     matches = tl.full([BLOCK_C, BLOCK_C], 1.0, tl.float32)
-    z = zeros(BLOCK_C, BLOCK)
+    by_memory = zeros(BLOCK_C, BLOCK)
+    by_momentum = zeros(BLOCK_C, BLOCK)
+    if rest_ptr is not None:
+        by_rest = zeros(BLOCK_C, BLOCK)
     for start in tl.range(0, INPUTS, BLOCK, num_stages=1):
         col = start + tl.arange(0, BLOCK)
         x = load_rows(keys, token, col, INPUTS, CONFIG)
@@ -351,24 +382,24 @@ def deep_read_kernel(
         else:
             x_q = load_rows(queries, token, col, INPUTS, CONFIG)
         matches = product_onto(matches, x_q, tl.trans(x), CONFIG)
-        x_wide = x_q.to(tl.float32)
         w = inputs_to_outputs(matrix, col, out, INPUTS, OUTPUTS, CONFIG).to(x.dtype)
-        z = product_onto(z, (keep * x_wide).to(x.dtype), w, CONFIG)
+        by_memory = product_onto(by_memory, x_q, w, CONFIG)
         w = inputs_to_outputs(matrix + SIZE, col, out, INPUTS, OUTPUTS, CONFIG).to(x.dtype)
-        z = product_onto(z, (carry * x_wide).to(x.dtype), w, CONFIG)
+        by_momentum = product_onto(by_momentum, x_q, w, CONFIG)
         if rest_ptr is not None:
             w = inputs_to_outputs(rest_matrix, col, out, INPUTS, OUTPUTS, CONFIG).to(x.dtype)
-            z = product_onto(z, ((1.0 - keep) * x_wide).to(x.dtype), w, CONFIG)
+            by_rest = product_onto(by_rest, x_q, w, CONFIG)
+    b = load_vector(biases_at(memory, layer, CONFIG), out, OUTPUTS)
+    z = keep * (by_memory + b[None, :])
+    b = load_vector(biases_at(memory + SIZE, layer, CONFIG), out, OUTPUTS)
+    z += carry * (by_momentum + b[None, :])
+    if rest_ptr is not None:
+        b = load_vector(biases_at(rest, layer, CONFIG), out, OUTPUTS)
+        z += (1.0 - keep) * (by_rest + b[None, :])
     # The ones carry the biases.
     p = slot_at(rows_ptr, RESIDUALS, layer - 1, places, place, CONFIG)
     p = load_rows(p, token, out, OUTPUTS, CONFIG)
     z = product_onto(z, (-gamma * matches).to(p.dtype), p, CONFIG)
-    b = load_vector(biases_at(memory, layer, CONFIG), out, OUTPUTS)
-    sb = load_vector(biases_at(memory + SIZE, layer, CONFIG), out, OUTPUTS)
-    z += keep * b[None, :] + carry * sb[None, :]
-    if rest_ptr is not None:
-        r = load_vector(biases_at(rest, layer, CONFIG), out, OUTPUTS)
-        z += (1.0 - keep) * r[None, :]
     if IS_LAST:
         store_token_rows(y_ptr, z, at, there, tokens, heads, CONFIG)
     else:
@@ -376,8 +407,8 @@ def deep_read_kernel(
         x = slot_at(rows_ptr, QUERIES, layer, places, place, CONFIG)
         store_rows(x, h, token, out, OUTPUTS, CONFIG)
         if CONFIG.KEEPS:
-            x = slot_at(rows_ptr, READS, layer - 1, places, place, CONFIG)
-            store_rows(x, slope, token, out, OUTPUTS, CONFIG)
+            slopes = slot_at(wide_ptr, READS, layer - 1, places, place, CONFIG)
+            store_rows(slopes, slope, token, out, OUTPUTS, CONFIG)
 
 
 @triton.jit

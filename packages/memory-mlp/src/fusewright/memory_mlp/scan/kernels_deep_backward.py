@@ -34,6 +34,7 @@ from .tiles_deep import (
     RESIDUALS,
     SLOPES,
     biases_at,
+    by_sides,
     load_columns,
     load_rows,
     load_tile,
@@ -46,6 +47,7 @@ from .tiles_deep import (
     store_head_columns,
     store_rows,
     store_tile,
+    sums_at,
     tile_of,
     which_are_written,
 )
@@ -150,6 +152,7 @@ def deep_rows_backward_kernel(
     wide_ptr,
     dk_ptr,
     dv_ptr,
+    sums_ptr,
     step_ptr,
     tokens,
     heads,
@@ -159,8 +162,9 @@ def deep_rows_backward_kernel(
     CONFIG: tl.constexpr,
 ):
     """One program computes for TOKENS tokens of one chunk of one head the gradients of z of all
-    layers, of k and of v, from those of p and x through the reads and the chunk's end. Tiles are
-    [units, tokens], as in ``deep_rows_kernel``.
+    layers, of k and of v, from those of p and x through the reads and the chunk's end; the sums of
+    the former over its tokens are in ``sums`` [heads, TOKEN_BLOCKS, biases]. Tiles are [units,
+    tokens], as in ``deep_rows_kernel``.
     """
     HIDDEN: tl.constexpr = CONFIG.HIDDEN
     D: tl.constexpr = CONFIG.D
@@ -203,6 +207,8 @@ def deep_rows_backward_kernel(
     de = layer_of(de, last, a, token, D, CONFIG.BLOCK_D, CONFIG)
     dr = tl.where(written[None, :], FACTOR * de, 0.0)
     store_head_columns(dv_ptr, -dr, at, token, there, tokens, heads, CONFIG)
+    sums = sums_at(sums_ptr, own * CONFIG.TOKEN_BLOCKS + block, 1, CONFIG)
+    tl.store(sums + (LAYERS - 1) * HIDDEN + col, tl.sum(dr, 1), mask=col < D)
     dr = dr.to(rows_ptr.dtype.element_ty)
     dz = slot_at(rows_ptr, DKEYS, LAYERS - 1, places, place, CONFIG)
     store_columns(dz, dr, token, col, D, CONFIG)
@@ -227,6 +233,7 @@ def deep_rows_backward_kernel(
         dx += load_columns(x, token, unit, HIDDEN, CONFIG)
         dz = slot_at(rows_ptr, DKEYS, layer - 1, places, place, CONFIG)
         store_columns(dz, dx, token, unit, HIDDEN, CONFIG)
+        tl.store(sums + (layer - 1) * HIDDEN + unit, tl.sum(dx, 1), mask=unit < HIDDEN)
         # All threads have stored what the next layer loads.
         tl.debug_barrier()
     x = slot_at(wide_ptr, DINPUTS, 0, places, place, CONFIG)
@@ -253,10 +260,13 @@ def deep_states_backward_kernel(
     rest_ptr,
     states_ptr,
     rows_ptr,
+    wide_ptr,
     dstate_ptr,
     drest_ptr,
     rounded_ptr,
     dends_ptr,
+    read_sums_ptr,
+    row_sums_ptr,
     step_ptr,
     tokens,
     heads,
@@ -273,6 +283,7 @@ def deep_states_backward_kernel(
     """
     BLOCK: tl.constexpr = CONFIG.BLOCK_D
     SIZE: tl.constexpr = CONFIG.SIZE
+    BIASES: tl.constexpr = CONFIG.SIZE - CONFIG.MATRICES
     own = (tl.program_id(0) // CONFIG.TILES).to(tl.int64)
     tile = tl.program_id(0) % CONFIG.TILES
     layer, row_block, col_block = tile_of(tile, CONFIG)
@@ -282,9 +293,8 @@ def deep_states_backward_kernel(
     col = col_block * BLOCK + tl.arange(0, BLOCK)
     # Biases with the first tile of p's side.
     unit = tl.where(is_first, col, row)
-    has_bias = (unit < tl.where(layer == CONFIG.LAYERS, CONFIG.D, CONFIG.HIDDEN)) & (
-        tl.where(is_first, row_block, col_block) == 0
-    )
+    width = tl.where(layer == CONFIG.LAYERS, CONFIG.D, CONFIG.HIDDEN)
+    has_bias = (unit < width) & (tl.where(is_first, row_block, col_block) == 0)
     dmemory = dstate_ptr + own * (2 * SIZE)
     at = matrix_at(dmemory, layer, CONFIG)
     dw = load_tile(at, row, col, height, CONFIG)
@@ -315,38 +325,36 @@ def deep_states_backward_kernel(
         dw = keep * dw
         dsb = carry * db + decay * dsb
         db = keep * db
-        # Tokens behind the last one have no gradient.
-        kinds = sides(layer, READS, QUERIES)
-        down, across = two_sides(
-            rows_ptr, kinds, layer, token, row, col, height, places, place, CONFIG
-        )
-        dz = tl.where(is_first, across, down).to(tl.float32)
-        # The weight goes to the gradient of z, as in the forward pass.
-        one = tl.full(seen_keep.shape, 1.0, tl.float32)
-        there = (token < count)[:, None]
-        seen_keep = tl.where(there, seen_keep, 0.0)
-        seen_carry = tl.where(there, seen_carry, 0.0)
-        db += tl.sum(seen_keep * dz, 0)
-        dsb += tl.sum(seen_carry * dz, 0)
-        left = tl.where(is_first, one, seen_keep) * down.to(tl.float32)
-        right = tl.where(is_first, seen_keep, one) * across.to(tl.float32)
-        dw = product_onto(dw, tl.trans(left.to(down.dtype)), right.to(down.dtype), CONFIG)
-        left = tl.where(is_first, one, seen_carry) * down.to(tl.float32)
-        right = tl.where(is_first, seen_carry, one) * across.to(tl.float32)
-        ds = product_onto(ds, tl.trans(left.to(down.dtype)), right.to(down.dtype), CONFIG)
+        # The gradient of z on p's side, and x on the other.
+        x = slot_at(wide_ptr, READS, layer - 1, places, place, CONFIG)
+        dz = load_rows(x, token, unit, width, CONFIG)
+        queries = slot_at(rows_ptr, QUERIES, layer - 1, places, place, CONFIG)
+        other = tl.where(is_first, row, col)
+        inputs = tl.where(is_first, CONFIG.D, CONFIG.HIDDEN)
+        x_q = load_rows(queries, token, other, inputs, CONFIG).to(tl.float32)
+        dtype: tl.constexpr = rows_ptr.dtype.element_ty
+        bias = (layer - 1) * CONFIG.HIDDEN + unit
+        sums = sums_at(read_sums_ptr, place, 3, CONFIG) + bias
+        db += tl.load(sums, mask=has_bias, other=0.0)
+        dsb += tl.load(sums + BIASES, mask=has_bias, other=0.0)
+        for block in tl.static_range(CONFIG.TOKEN_BLOCKS):
+            at_block = own * CONFIG.TOKEN_BLOCKS + block
+            row_sums = sums_at(row_sums_ptr, at_block, 1, CONFIG) + bias
+            db += tl.load(row_sums, mask=has_bias, other=0.0)
+        down, across = by_sides(seen_keep * dz, x_q, is_first, dtype)
+        dw = product_onto(dw, tl.trans(down), across, CONFIG)
+        down, across = by_sides(seen_carry * dz, x_q, is_first, dtype)
+        ds = product_onto(ds, tl.trans(down), across, CONFIG)
         if drest_ptr is not None:
-            other = tl.where(there, 1.0 - seen_keep, 0.0)
-            drb += tl.sum(other * dz, 0)
-            left = tl.where(is_first, one, other) * down.to(tl.float32)
-            right = tl.where(is_first, other, one) * across.to(tl.float32)
-            dr = product_onto(dr, tl.trans(left.to(down.dtype)), right.to(down.dtype), CONFIG)
+            drb += tl.load(sums + 2 * BIASES, mask=has_bias, other=0.0)
+            down, across = by_sides((1.0 - seen_keep) * dz, x_q, is_first, dtype)
+            dr = product_onto(dr, tl.trans(down), across, CONFIG)
             store_tile(drest, dr, row, col, height, CONFIG)
             tl.store(drest_biases, drb, mask=has_bias)
         kinds = sides(layer, DKEYS, KEYS)
         down, across = two_sides(
             rows_ptr, kinds, layer, token, row, col, height, places, place, CONFIG
         )
-        db += tl.sum(tl.where(is_first, across, down).to(tl.float32), 0)
         dw = product_onto(dw, tl.trans(down), across, CONFIG)
         if layer > 1:
             kinds = RESIDUALS, DSLOPED

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.tiles import load_matrix, load_vector, product, product_onto, store_matrix, zeros
+from ..common.tiles import load_matrix, product, product_onto, store_matrix, zeros
 from .tiles import COUNTS, chunk_of_program, load_seen
 from .tiles_deep import (
     DINPUTS,
@@ -25,6 +25,7 @@ from .tiles_deep import (
     slot_at,
     store_columns,
     store_head_columns,
+    sums_at,
 )
 
 
@@ -40,6 +41,7 @@ def deep_read_backward_kernel(
     dq_ptr,
     dgamma_ptr,
     dreach_ptr,
+    sums_ptr,
     tokens,
     heads,
     all_heads,
@@ -53,7 +55,9 @@ def deep_read_backward_kernel(
 ):
     """One program takes the gradient of z_q of one layer, of one chunk of one head, to that of z_q
     of the layer before, of the first layer to dq, and computes the gradients through the layer's
-    reads of p, of the keys' x, of gamma, keep and carry. That of z_q takes the place of the slope.
+    reads of p, of the keys' x, of gamma, keep and carry. That of z_q takes the place of the slope;
+    ``sums`` [places, 3, biases] is what it adds to those of the biases, of their momentum and of
+    the rest's.
 
     What is the same for all blocks is the right operand of each product: a left one is held in
     registers, and ptxas overwrites them although the next iteration needs them.
@@ -61,6 +65,7 @@ def deep_read_backward_kernel(
     BLOCK: tl.constexpr = CONFIG.BLOCK_D
     BLOCK_C: tl.constexpr = CONFIG.BLOCK_C
     C: tl.constexpr = CONFIG.C
+    DTYPE: tl.constexpr = dy_ptr.dtype.element_ty
     SIZE: tl.constexpr = CONFIG.SIZE
     IS_FIRST: tl.constexpr = CONFIG.KIND == "first"
     IS_LAST: tl.constexpr = CONFIG.KIND == "last"
@@ -73,21 +78,28 @@ def deep_read_backward_kernel(
     token = tl.arange(0, BLOCK_C)
     memory = states_ptr + (chunk * all_heads + own) * (2 * SIZE)
     matrix = matrix_at(memory, layer, CONFIG)
-    biases = biases_at(memory, layer, CONFIG)
     keys = slot_at(rows_ptr, KEYS, layer - 1, places, local, CONFIG)
     residuals = slot_at(rows_ptr, RESIDUALS, layer - 1, places, local, CONFIG)
     queries = slot_at(rows_ptr, QUERIES, layer - 1, places, local, CONFIG)
-    reads = slot_at(rows_ptr, READS, layer - 1, places, local, CONFIG)
+    reads = slot_at(wide_ptr, READS, layer - 1, places, local, CONFIG)
+    sums = sums_at(sums_ptr, local, 3, CONFIG)
+    gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, CONFIG)
+    rest = rest_ptr
+    if rest_ptr is not None:
+        rest += own * SIZE
+    dkeep = tl.zeros([BLOCK_C], tl.float32)
+    dcarry = tl.zeros([BLOCK_C], tl.float32)
     if IS_LAST:
         dy_at = dy_ptr, dy_batch_stride, dy_token_stride, dy_head_stride
         dy = head_columns(dy_at, at, token, there, CONFIG)
-        store_columns(reads, dy, token, tl.arange(0, CONFIG.BLOCK_D), OUTPUTS, CONFIG)
+        col = tl.arange(0, CONFIG.BLOCK_D)
+        store_columns(reads, dy, token, col, OUTPUTS, CONFIG)
+        of_biases = memory, rest, sums, layer
+        more = through_biases(dy.to(tl.float32), of_biases, col, OUTPUTS, keep, carry, CONFIG)
+        dkeep += more[0]
+        dcarry += more[1]
         # All threads have stored what these load.
         tl.debug_barrier()
-    if rest_ptr is not None:
-        rest = matrix_at(rest_ptr + own * SIZE, layer, CONFIG)
-        rest_biases = biases_at(rest_ptr + own * SIZE, layer, CONFIG)
-    gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, CONFIG)
     matches = tl.full([BLOCK_C, BLOCK_C], 1.0, tl.float32)
     for start in tl.range(0, INPUTS, BLOCK, num_stages=1):
         col = start + tl.arange(0, BLOCK)
@@ -95,36 +107,28 @@ def deep_read_backward_kernel(
         x = load_rows(keys, token, col, INPUTS, CONFIG)
         matches = product_onto(matches, x_q, tl.trans(x), CONFIG)
     dmatches = zeros(BLOCK_C, BLOCK_C)
-    dkeep = tl.zeros([BLOCK_C], tl.float32)
-    dcarry = tl.zeros([BLOCK_C], tl.float32)
     for start in tl.range(0, OUTPUTS, BLOCK, num_stages=1):
         col = start + tl.arange(0, BLOCK)
-        dz = load_rows(reads, token, col, OUTPUTS, CONFIG)
+        dz = load_rows(reads, token, col, OUTPUTS, CONFIG).to(DTYPE)
         p = load_rows(residuals, token, col, OUTPUTS, CONFIG)
         dmatches = product_onto(dmatches, dz, tl.trans(p), CONFIG)
-        dz_wide = dz.to(tl.float32)
-        b = load_vector(biases, col, OUTPUTS)
-        if rest_ptr is not None:
-            b -= load_vector(rest_biases, col, OUTPUTS)
-        dkeep += tl.sum(dz_wide * b[None, :], 1)
-        dcarry += tl.sum(dz_wide * load_vector(biases + SIZE, col, OUTPUTS)[None, :], 1)
     dgamma_at = dgamma_ptr + local * (C * C)
     dgamma = -matches * dmatches
     if not IS_LAST:
         dgamma += load_matrix(dgamma_at, token, token, C, C)
         tl.debug_barrier()
     store_matrix(dgamma_at, dgamma, token, token, C, C)
-    matches = (-gamma * matches).to(dy_ptr.dtype.element_ty)
-    dmatches = (-gamma * dmatches).to(dy_ptr.dtype.element_ty)
+    matches = (-gamma * matches).to(DTYPE)
+    dmatches = (-gamma * dmatches).to(DTYPE)
 
     dresiduals = slot_at(wide_ptr, DRESIDUALS, layer - 1, places, local, CONFIG)
     for start in tl.range(0, OUTPUTS, BLOCK, num_stages=1):
         col = start + tl.arange(0, BLOCK)
-        dz = load_rows(reads, token, col, OUTPUTS, CONFIG)
+        dz = load_rows(reads, token, col, OUTPUTS, CONFIG).to(DTYPE)
         dp = product(tl.trans(dz), matches, CONFIG)
         store_columns(dresiduals, dp, token, col, OUTPUTS, CONFIG)
-    keep = tl.trans(keep)
-    carry = tl.trans(carry)
+    keep_across = tl.trans(keep)
+    carry_across = tl.trans(carry)
     dinputs = slot_at(wide_ptr, DINPUTS, layer - 1, places, local, CONFIG)
     for start in tl.range(0, INPUTS, BLOCK, num_stages=1):
         col = start + tl.arange(0, BLOCK)
@@ -134,24 +138,29 @@ def deep_read_backward_kernel(
         x_wide = tl.trans(x_q).to(tl.float32)
         x = load_rows(keys, token, col, INPUTS, CONFIG)
         total = product(tl.trans(x), tl.trans(dmatches), CONFIG)
-        dx = outputs_to_inputs(matrix, reads, token, col, INPUTS, OUTPUTS, CONFIG)
-        total += keep * dx
+        dx = outputs_to_inputs(matrix, reads, token, col, INPUTS, OUTPUTS, DTYPE, CONFIG)
+        total += keep_across * dx
         dkeep += tl.sum(x_wide * dx, 0)
-        dx = outputs_to_inputs(matrix + SIZE, reads, token, col, INPUTS, OUTPUTS, CONFIG)
-        total += carry * dx
+        dx = outputs_to_inputs(matrix + SIZE, reads, token, col, INPUTS, OUTPUTS, DTYPE, CONFIG)
+        total += carry_across * dx
         dcarry += tl.sum(x_wide * dx, 0)
         if rest_ptr is not None:
-            dx = outputs_to_inputs(rest, reads, token, col, INPUTS, OUTPUTS, CONFIG)
-            total += (1.0 - keep) * dx
+            rest_matrix = matrix_at(rest, layer, CONFIG)
+            dx = outputs_to_inputs(rest_matrix, reads, token, col, INPUTS, OUTPUTS, DTYPE, CONFIG)
+            total += (1.0 - keep_across) * dx
             dkeep -= tl.sum(x_wide * dx, 0)
         if IS_FIRST:
             store_head_columns(dq_ptr, total, at, token, there, tokens, heads, CONFIG)
         else:
-            before = slot_at(rows_ptr, READS, layer - 2, places, local, CONFIG)
-            total *= load_columns(before, token, col, INPUTS, CONFIG).to(tl.float32)
+            before = slot_at(wide_ptr, READS, layer - 2, places, local, CONFIG)
+            total *= load_columns(before, token, col, INPUTS, CONFIG)
             # All threads have loaded what this overwrites.
             tl.debug_barrier()
             store_columns(before, total, token, col, INPUTS, CONFIG)
+            of_biases = memory, rest, sums, layer - 1
+            more = through_biases(total, of_biases, col, INPUTS, keep, carry, CONFIG)
+            dkeep += more[0]
+            dcarry += more[1]
     dreach = dreach_ptr + local * (2 * C) + token
     if not IS_LAST:
         dkeep += tl.load(dreach, mask=token < C, other=0.0)
@@ -163,17 +172,45 @@ def deep_read_backward_kernel(
 
 @triton.jit
 def outputs_to_inputs(
-    matrix, dz_at, token, col, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, CONFIG: tl.constexpr
+    matrix,
+    dz_at,
+    token,
+    col,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """w_l^T dz^T of these inputs, [inputs, tokens]."""
     BLOCK: tl.constexpr = CONFIG.BLOCK_D
     total = zeros(BLOCK, CONFIG.BLOCK_C)
     for start in tl.range(0, OUTPUTS, BLOCK, num_stages=1):
         out = start + tl.arange(0, BLOCK)
-        dz = load_rows(dz_at, token, out, OUTPUTS, CONFIG)
+        dz = load_rows(dz_at, token, out, OUTPUTS, CONFIG).to(DTYPE)
         if CONFIG.KIND == "first":
-            w = load_tile(matrix, col, out, INPUTS, CONFIG).to(dz.dtype)
+            w = load_tile(matrix, col, out, INPUTS, CONFIG).to(DTYPE)
         else:
-            w = tl.trans(load_tile(matrix, out, col, OUTPUTS, CONFIG)).to(dz.dtype)
+            w = tl.trans(load_tile(matrix, out, col, OUTPUTS, CONFIG)).to(DTYPE)
         total = product_onto(total, w, tl.trans(dz), CONFIG)
     return total
+
+
+@triton.jit
+def through_biases(dz, of_biases, unit, width, keep, carry, CONFIG: tl.constexpr):
+    """What dz [units, tokens] of one layer adds, through its biases, to the gradients of keep and
+    of carry; and stored, to those of the biases.
+    """
+    memory, rest, sums, layer = of_biases
+    BIASES: tl.constexpr = CONFIG.SIZE - CONFIG.MATRICES
+    inside = unit < width
+    keep = tl.trans(keep)
+    at = biases_at(memory, layer, CONFIG) + unit
+    b = tl.load(at, mask=inside, other=0.0)
+    sb = tl.load(at + CONFIG.SIZE, mask=inside, other=0.0)
+    to = sums + (layer - 1) * CONFIG.HIDDEN + unit
+    tl.store(to, tl.sum(keep * dz, 1), mask=inside)
+    tl.store(to + BIASES, tl.sum(tl.trans(carry) * dz, 1), mask=inside)
+    if rest is not None:
+        b -= tl.load(biases_at(rest, layer, CONFIG) + unit, mask=inside, other=0.0)
+        tl.store(to + 2 * BIASES, tl.sum((1.0 - keep) * dz, 1), mask=inside)
+    return tl.sum(dz * b[:, None], 0), tl.sum(dz * sb[:, None], 0)

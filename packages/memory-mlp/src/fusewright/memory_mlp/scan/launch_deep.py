@@ -128,6 +128,11 @@ class DeepProblem(NamedTuple):
         return self.constants
 
     @property
+    def biases(self) -> int:
+        """How many the memory has."""
+        return self.state_shape[-1] - deep_matrices(self.layers, self.hidden, self.width)
+
+    @property
     def stride(self) -> int:
         return max(self.hidden, self.width)
 
@@ -221,16 +226,15 @@ def deep_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     if plan.copies:
         operands = contiguous_where(operands, plan.copies)
     q, k, v, state, *gates, written, rest = operands
-    gamma, nu, reach, rounded, rows, wide, step = [x() for x in plan.intermediate]
+    gamma, nu, reach, rounded, rows, wide, sums, step = [x() for x in plan.intermediate]
     y, end, states = [allocate() for allocate in plan.results]
     states[0].copy_(state)
     rounded.copy_(state[:, :, 0, : plan.matrices])
     decays = LaunchCall(plan.find_decays, (*gates, written, gamma, nu, reach, None, step))
-    calls = (
-        LaunchCall(plan.rows, (k, v, written, rounded, states, rows, wide, step)),
-        LaunchCall(plan.advance, (gamma, nu, reach, rest, rows, states, end, rounded, step)),
-    )
-    reads = [LaunchCall(x, (q, gamma, reach, rest, states, rows, y)) for x in plan.reads]
+    of_rows = k, v, written, gamma, nu, rounded, states, rows, wide, sums, step
+    advanced = gamma, nu, reach, rest, rows, wide, states, end, rounded, sums, step
+    calls = LaunchCall(plan.rows, of_rows), LaunchCall(plan.advance, advanced)
+    reads = [LaunchCall(x, (q, gamma, reach, rest, states, rows, None, y)) for x in plan.reads]
     prepare(decays, *calls, *reads)
     # It sets the count of chunks to zero.
     launch([decays])
@@ -274,7 +278,8 @@ def forward_plan(
             *gate_tensors(problem, chunks),
             problem.narrow(problem.batch, problem.heads, constants.MATRICES),
             problem.narrow(*problem.slots(3, places)),
-            problem.wide(*problem.slots(1, heads)),
+            problem.wide(*problem.slots(2, heads)),
+            problem.wide(heads, constants.TOKEN_BLOCKS, 2, problem.biases),
             allocator((2, heads), torch.int32, device),
         ),
         results=(

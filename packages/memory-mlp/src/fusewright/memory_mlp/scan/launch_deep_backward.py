@@ -85,6 +85,8 @@ class BackwardPlan(NamedTuple):
     gates: tuple[Allocator, ...]
     tokens: tuple[Allocator, ...]
     gradients: tuple[Allocator, ...]
+    # What is added to the gradients of biases: through the reads, and through the rows.
+    sums: tuple[Allocator, ...]
 
 
 def deep_backward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -116,22 +118,25 @@ def deep_backward(*arguments: Any) -> tuple[Tensor, ...]:
     gamma, nu, reach, nus, step = [allocate() for allocate in plan.gates]
     rows, wide = [allocate() for allocate in plan.tokens]
     dgamma, dreach, dlast = [allocate() for allocate in plan.gradients]
-    memory = dstate, None if rest is None else drest, rounded, dends, step
-    begin = LaunchCall(plan.begin, (gamma, reach, rest, states, None, *memory))
+    read_sums, row_sums = [allocate() for allocate in plan.sums]
+    memory = dstate, None if rest is None else drest, rounded, dends, read_sums, row_sums, step
+    begin = LaunchCall(plan.begin, (gamma, reach, rest, states, None, None, *memory))
     for index, part in enumerate(plan.parts):
         decays = alpha, eta, theta, written, gamma, nu, reach, nus, step
-        seen = gamma, reach, rest, states, rows
-        read = dy, *seen, wide, dq, dgamma, dreach
+        seen = gamma, reach, rest, states, rows, wide
+        read = dy, *seen, dq, dgamma, dreach, read_sums
+        again = k, v, written, None, None, None, states, rows, wide, None, None
+        back = written, rounded, rows, wide, dk, dv, row_sums, step
         before = [
             LaunchCall(part.find_decays, decays),
-            LaunchCall(part.rows, (k, v, written, None, states, rows, wide, None)),
+            LaunchCall(part.rows, again),
             *(LaunchCall(x, (q, *seen, None)) for x in part.reads),
             *(LaunchCall(x, read) for x in part.reads_backward),
         ]
         ends = gamma, nu, reach, dstate, rows, wide, dlast, step
         chunk = [
             LaunchCall(part.ends, ends),
-            LaunchCall(part.rows_backward, (written, rounded, rows, wide, dk, dv, step)),
+            LaunchCall(part.rows_backward, back),
             LaunchCall(part.states_backward, (*seen, *memory)),
         ]
         if not index:
@@ -164,7 +169,7 @@ def backward_plan(
     state = problem.state_shape
     others = ((problem.chunks, *state), states), *((shape[:3], gate) for gate in gates)
     copies, strides = head_strides(shape, rows, *others, ((*state[:2], state[-1]), rest))
-    place_bytes = problem.layers * chunk * problem.stride * (6 * problem.dtype.itemsize + 4 * 4)
+    place_bytes = problem.layers * chunk * problem.stride * 5 * (problem.dtype.itemsize + 4)
     most = PLACES_OF_A_MULTIPROCESSOR * device_properties(device).multiprocessors
     part_chunks = max(1, min(problem.chunks, min(most, PART_BYTES // place_bytes) // heads))
     starts = range(0, problem.chunks, part_chunks)
@@ -188,11 +193,15 @@ def backward_plan(
             wide(places, chunk, chunk),
             allocator((2, heads), torch.int32, device),
         ),
-        tokens=(narrow(*problem.slots(6, places)), wide(*problem.slots(4, places))),
+        tokens=(narrow(*problem.slots(5, places)), wide(*problem.slots(5, places))),
         gradients=(
             wide(places, chunk, chunk),
             wide(places, 2, chunk),
             wide(places, constants.SIDES, 2, chunk),
+        ),
+        sums=(
+            wide(places, 3, problem.biases),
+            wide(heads, constants.TOKEN_BLOCKS, problem.biases),
         ),
     )
 

@@ -16,20 +16,22 @@ import triton
 import triton.language as tl
 
 # Slots of ``rows``, in units of LAYERS: of keys x_0 .. x_(n-1) and p_1 .. p_n; of queries x_0 ..
-# x_(n-1) and the gradients of z_1 .. z_n, before them the slopes act'(z_l); the gradients of the
-# keys' z_1 .. z_n and of p_(l+1) w_(l+1) before the slope.
+# x_(n-1); the gradients of the keys' z_1 .. z_n, and those of p_1 .. p_(n-1) times the slope, from
+# the second slot on.
 KEYS = tl.constexpr(0)
 RESIDUALS = tl.constexpr(1)
 QUERIES = tl.constexpr(2)
-READS = tl.constexpr(3)
-DKEYS = tl.constexpr(4)
-DSLOPED = tl.constexpr(5)
-# Slots of ``wide``: act'(z_l) and, last, e; what act''(z_l) multiplies; the gradients of p_1 .. p_n
-# and of x_0 .. x_(n-1).
+DKEYS = tl.constexpr(3)
+DSLOPED = tl.constexpr(4)
+# Slots of ``wide``: act'(z_l) and, last, e; what act''(z_l) multiplies, or in the forward pass p_1
+# .. p_n; the gradients of p_1 .. p_n and of x_0 .. x_(n-1); those of the queries' z_1 .. z_n, and
+# before them act'(z_l).
 SLOPES = tl.constexpr(0)
 CURVES = tl.constexpr(1)
+WIDE_RESIDUALS = tl.constexpr(1)
 DRESIDUALS = tl.constexpr(2)
 DINPUTS = tl.constexpr(3)
+READS = tl.constexpr(4)
 
 
 @triton.jit
@@ -129,6 +131,12 @@ def biases_at(memory, layer, CONFIG: tl.constexpr):
 
 
 @triton.jit
+def sums_at(at, place, NUMBERS: tl.constexpr, CONFIG: tl.constexpr):
+    """The address of so many sums for every bias, of one place."""
+    return at + place * (NUMBERS * (CONFIG.SIZE - CONFIG.MATRICES))
+
+
+@triton.jit
 def rows_of_layer(layer, CONFIG: tl.constexpr):
     """How many rows the matrix of a layer has, D or HIDDEN."""
     middle = (layer > 1) & (layer < CONFIG.LAYERS)
@@ -142,6 +150,14 @@ def sides(layer, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr):
     """
     is_first = layer == 1
     return tl.where(is_first, INPUTS, OUTPUTS), tl.where(is_first, OUTPUTS, INPUTS)
+
+
+@triton.jit
+def by_sides(outputs, inputs, is_first, DTYPE: tl.constexpr):
+    """Tiles of a layer's outputs and inputs, as tiles of the rows' side and of the columns'."""
+    down = tl.where(is_first, inputs, outputs)
+    across = tl.where(is_first, outputs, inputs)
+    return down.to(DTYPE), across.to(DTYPE)
 
 
 @triton.jit

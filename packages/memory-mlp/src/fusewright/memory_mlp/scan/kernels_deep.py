@@ -249,6 +249,7 @@ def deep_advance_kernel(
     """
     BLOCK: tl.constexpr = CONFIG.BLOCK_D
     SIZE: tl.constexpr = CONFIG.SIZE
+    TOKEN_BLOCKS: tl.constexpr = CONFIG.TOKEN_BLOCKS
     own = (tl.program_id(0) // CONFIG.TILES).to(tl.int64)
     tile = tl.program_id(0) % CONFIG.TILES
     chunk = tl.load(step_ptr + all_heads + own)
@@ -307,7 +308,7 @@ def deep_advance_kernel(
     if rest_ptr is not None:
         r = tl.load(biases_at(rest, layer, CONFIG) + unit, mask=inside, other=0.0)
         b += (1.0 - keep) * r
-    for block in tl.static_range(CONFIG.TOKEN_BLOCKS):
+    for block in tl.static_range(TOKEN_BLOCKS):
         at = sums_at(sums_ptr, own * CONFIG.TOKEN_BLOCKS + block, 2, CONFIG)
         at += (layer - 1) * CONFIG.HIDDEN + unit
         b += tl.load(at, mask=inside, other=0.0)

@@ -284,6 +284,7 @@ def deep_states_backward_kernel(
     BLOCK: tl.constexpr = CONFIG.BLOCK_D
     SIZE: tl.constexpr = CONFIG.SIZE
     BIASES: tl.constexpr = CONFIG.SIZE - CONFIG.MATRICES
+    TOKEN_BLOCKS: tl.constexpr = CONFIG.TOKEN_BLOCKS
     own = (tl.program_id(0) // CONFIG.TILES).to(tl.int64)
     tile = tl.program_id(0) % CONFIG.TILES
     layer, row_block, col_block = tile_of(tile, CONFIG)
@@ -337,7 +338,7 @@ def deep_states_backward_kernel(
         sums = sums_at(read_sums_ptr, place, 3, CONFIG) + bias
         db += tl.load(sums, mask=has_bias, other=0.0)
         dsb += tl.load(sums + BIASES, mask=has_bias, other=0.0)
-        for block in tl.static_range(CONFIG.TOKEN_BLOCKS):
+        for block in tl.static_range(TOKEN_BLOCKS):
             at_block = own * CONFIG.TOKEN_BLOCKS + block
             row_sums = sums_at(row_sums_ptr, at_block, 1, CONFIG) + bias
             db += tl.load(row_sums, mask=has_bias, other=0.0)

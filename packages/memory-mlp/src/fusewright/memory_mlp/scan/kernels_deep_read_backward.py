@@ -84,9 +84,6 @@ def deep_read_backward_kernel(
     reads = slot_at(wide_ptr, READS, layer - 1, places, local, CONFIG)
     sums = sums_at(sums_ptr, local, 3, CONFIG)
     gamma, keep, carry = load_seen(gamma_ptr, reach_ptr, local, count, CONFIG)
-    rest = rest_ptr
-    if rest_ptr is not None:
-        rest += own * SIZE
     dkeep = tl.zeros([BLOCK_C], tl.float32)
     dcarry = tl.zeros([BLOCK_C], tl.float32)
     if IS_LAST:
@@ -94,8 +91,9 @@ def deep_read_backward_kernel(
         dy = head_columns(dy_at, at, token, there, CONFIG)
         col = tl.arange(0, CONFIG.BLOCK_D)
         store_columns(reads, dy, token, col, OUTPUTS, CONFIG)
-        of_biases = memory, rest, sums, layer
-        more = through_biases(dy.to(tl.float32), of_biases, col, OUTPUTS, keep, carry, CONFIG)
+        at_biases = memory, sums, own, layer
+        dy_wide = dy.to(tl.float32)
+        more = through_biases(dy_wide, at_biases, rest_ptr, col, OUTPUTS, keep, carry, CONFIG)
         dkeep += more[0]
         dcarry += more[1]
         # All threads have stored what these load.
@@ -145,7 +143,7 @@ def deep_read_backward_kernel(
         total += carry_across * dx
         dcarry += tl.sum(x_wide * dx, 0)
         if rest_ptr is not None:
-            rest_matrix = matrix_at(rest, layer, CONFIG)
+            rest_matrix = matrix_at(rest_ptr + own * SIZE, layer, CONFIG)
             dx = outputs_to_inputs(rest_matrix, reads, token, col, INPUTS, OUTPUTS, DTYPE, CONFIG)
             total += (1.0 - keep_across) * dx
             dkeep -= tl.sum(x_wide * dx, 0)
@@ -157,8 +155,8 @@ def deep_read_backward_kernel(
             # All threads have loaded what this overwrites.
             tl.debug_barrier()
             store_columns(before, total, token, col, INPUTS, CONFIG)
-            of_biases = memory, rest, sums, layer - 1
-            more = through_biases(total, of_biases, col, INPUTS, keep, carry, CONFIG)
+            at_biases = memory, sums, own, layer - 1
+            more = through_biases(total, at_biases, rest_ptr, col, INPUTS, keep, carry, CONFIG)
             dkeep += more[0]
             dcarry += more[1]
     dreach = dreach_ptr + local * (2 * C) + token
@@ -196,11 +194,11 @@ def outputs_to_inputs(
 
 
 @triton.jit
-def through_biases(dz, of_biases, unit, width, keep, carry, CONFIG: tl.constexpr):
+def through_biases(dz, at_biases, rest_ptr, unit, width, keep, carry, CONFIG: tl.constexpr):
     """What dz [units, tokens] of one layer adds, through its biases, to the gradients of keep and
     of carry; and stored, to those of the biases.
     """
-    memory, rest, sums, layer = of_biases
+    memory, sums, own, layer = at_biases
     BIASES: tl.constexpr = CONFIG.SIZE - CONFIG.MATRICES
     inside = unit < width
     keep = tl.trans(keep)
@@ -210,7 +208,8 @@ def through_biases(dz, of_biases, unit, width, keep, carry, CONFIG: tl.constexpr
     to = sums + (layer - 1) * CONFIG.HIDDEN + unit
     tl.store(to, tl.sum(keep * dz, 1), mask=inside)
     tl.store(to + BIASES, tl.sum(tl.trans(carry) * dz, 1), mask=inside)
-    if rest is not None:
-        b -= tl.load(biases_at(rest, layer, CONFIG) + unit, mask=inside, other=0.0)
+    if rest_ptr is not None:
+        rest = biases_at(rest_ptr + own * CONFIG.SIZE, layer, CONFIG)
+        b -= tl.load(rest + unit, mask=inside, other=0.0)
         tl.store(to + 2 * BIASES, tl.sum((1.0 - keep) * dz, 1), mask=inside)
     return tl.sum(dz * b[:, None], 0), tl.sum(dz * sb[:, None], 0)

@@ -8,12 +8,15 @@ import os
 import torch
 from fusewright.memory_mlp._core.backends import DeviceProperties
 from fusewright.memory_mlp._core.launches import layouts
+from fusewright.memory_mlp.common.deep_weights import deep_size
 from fusewright.memory_mlp.common.weights import packed_size
 from fusewright.memory_mlp.inputs import launch as inputs
 from fusewright.memory_mlp.inputs import launch_tokens as tokens
 from fusewright.memory_mlp.read import launch as read
 from fusewright.memory_mlp.scan import launch as scan
 from fusewright.memory_mlp.scan import launch_backward as scan_backward
+from fusewright.memory_mlp.scan import launch_deep as deep
+from fusewright.memory_mlp.scan import launch_deep_backward as deep_backward
 from fusewright.memory_mlp.update import launch as update
 from fusewright.memory_mlp.update import launch_backward as update_backward
 from fusewright.memory_mlp.update import problem as update_problem
@@ -24,7 +27,7 @@ GPU = DeviceProperties(
     shared_bytes=int(os.environ["FUSEWRIGHT_SHARED_KIB"]) << 10,
     capability=int(os.environ["FUSEWRIGHT_CAPABILITY"]),
 )
-for module in (inputs, update_problem, scan_backward, read):
+for module in (inputs, update_problem, scan_backward, deep_backward, read):
     module.device_properties = lambda device: GPU
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -144,11 +147,13 @@ def launch_a_scan(
     options = hidden, chunk, activation, read_when, resting
     gates = gate, gate, gate, written, rest
     if clipped:
-        y, end, *saved = scan.clipped_forward(rows, rows, rows, state, *gates, *options, 1.0)
-        inputs = y, end, rows, rows, rows, state, *saved
+        y, end, states, _, *clip = scan.clipped_forward(
+            *(rows, rows, rows, state), *gates, *options, 1.0
+        )
+        inputs = y, end, rows, rows, rows, state, states, *clip
         scan_backward.clipped_backward(*inputs, *gates, *options, 1.0)
         return
-    y, end, states = scan.scan_forward(rows, rows, rows, state, *gates, *options)
+    y, end, states, _ = scan.scan_forward(rows, rows, rows, state, *gates, *options)
     scan_backward.scan_backward(y, end, rows, rows, rows, state, states, *gates, *options)
 
 
@@ -170,6 +175,42 @@ def every_scan() -> None:
         launch_a_scan(64, hidden, dtype, resting=True)
     launch_a_scan(64, 128, BF16, clipped=True, resting=True)
     launch_a_scan(3, 5, BF16, 5, clipped=True)
+
+
+def launch_a_deep_scan(
+    layers: int,
+    width: int,
+    hidden: int,
+    dtype: torch.dtype,
+    chunk: int = 64,
+    activation: str = "silu",
+    read_when: str = "after",
+    masked: bool = False,
+    resting: bool = False,
+) -> None:
+    """Forward and backward of 4 rows of 5 heads; ``resting``: with a rest and a norm."""
+    batch, tokens, heads = 4, 320, 5
+    rows = torch.empty(batch, tokens, heads, width, dtype=dtype)
+    size = deep_size(layers, hidden, width)
+    state = torch.empty(batch, heads, 2, size)
+    gate = torch.empty(batch, tokens, heads)
+    written = torch.empty(batch, tokens, heads, dtype=torch.bool) if masked else None
+    rest = torch.empty(heads, 1, size) if resting else None
+    options = layers, hidden, chunk, activation, read_when, resting
+    gates = gate, gate, gate, written, rest
+    y, end, states, _ = deep.deep_forward(rows, rows, rows, state, *gates, *options)
+    deep_backward.deep_backward(y, end, rows, rows, rows, state, states, *gates, *options)
+
+
+def every_deep_scan() -> None:
+    """Every kernel of deeper memories at the sizes of a model, and small sizes."""
+    for hidden in (128, 256):
+        launch_a_deep_scan(4, 64, hidden, BF16)
+    launch_a_deep_scan(3, 64, 128, BF16, resting=True)
+    launch_a_deep_scan(3, 64, 256, F16, activation="gelu", read_when="before", masked=True)
+    launch_a_deep_scan(3, 64, 128, F32)
+    launch_a_deep_scan(3, 40, 200, BF16, chunk=32, activation="relu", masked=True)
+    launch_a_deep_scan(3, 3, 5, BF16, chunk=5, resting=True)
 
 
 def launch_a_read(

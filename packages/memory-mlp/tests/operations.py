@@ -261,9 +261,9 @@ class DeepOp(FlatOp):
         if self.masked:
             token = torch.arange(q.shape[1], device=q.device)
             mask = (token % 3 != 1).view(1, -1, 1).expand(q.shape[:3])
-        y, weights, momentum, _ = deep_memory_scan(
+        y, weights, momentum, *_ = deep_memory_scan(
             *(q, k, v, *halves, *gates, mask),
-            rest=rest or None,
+            rest or None,
             **dict(chunk=chunk) | self.options | options,
         )
         return y, *weights, *momentum
@@ -292,16 +292,21 @@ class DeepOp(FlatOp):
         """As those of the scan of two layers."""
         scan = ScanOp().draw(batch, tokens, heads, width, hidden, dtype, device, rate=rate)
         draw = normal(dtype, device)
-        shapes = deep_shapes((batch, heads), self.layers, hidden, width)
 
-        def memory(spread: float) -> list[Tensor]:
+        def memory(lead: tuple[int, ...], spread: float) -> list[Tensor]:
             # Weights whose outputs are of the size of their inputs.
             return [
-                draw(*x, spread=spread * (0.1 if len(x) == 3 else x[-1] ** -0.5)) for x in shapes
+                draw(*x, spread=spread * (0.1 if len(x) == len(lead) + 1 else x[-1] ** -0.5))
+                for x in deep_shapes(lead, self.layers, hidden, width)
             ]
 
-        rest = memory(1.0) if self.rests else []
-        return [*scan[:3], *memory(1.0), *memory(0.1), *scan[11:], *rest]
+        weights, momentum = memory((batch, heads), 1.0), memory((batch, heads), 0.1)
+        rest = memory((heads,), 1.0) if self.rests else []
+        alpha, eta, theta = scan[11:]
+        if self.rests:
+            # Of few tokens most are forgotten, of many half.
+            alpha = min(15.0, 600.0 / max(tokens, 1)) * alpha
+        return [*scan[:3], *weights, *momentum, alpha, eta, theta, *rest]
 
 
 @dataclass(frozen=True)
@@ -569,8 +574,8 @@ FORMS = {
         ),
         RestOp(dict(residual_norm=True), form="-resting", masked=True),
         DeepOp(
-            dict(read="before", activation="gelu"),
-            form="-with-a-rest",
+            dict(read="before", activation="gelu", residual_norm=True),
+            form="-resting",
             layers=4,
             rests=True,
             masked=True,

@@ -224,6 +224,7 @@ def test_values_and_gradients_are_those_of_the_plain_recurrence(options, memory_
         ({}, F32),
         ({}, BF16),
         (PAPER, BF16),
+        ({"layers": 3, "backend": "triton"}, F32),
         ({"layers": 3, "granularity": "chunk"}, F16),
         ({"granularity": "chunk"}, BF16),
     ],

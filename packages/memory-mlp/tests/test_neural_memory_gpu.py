@@ -15,7 +15,8 @@ KINDS = [
     {"backend": "triton", "granularity": "chunk", "max_grad_norm": 0.5},
     {"backend": "triton", "granularity": "segment", "scope": "batch_pooled"},
     {"backend": "reference"},
-    {"layers": 3},
+    {"backend": "triton", "layers": 3},
+    {"layers": 3, "max_grad_norm": 0.5},
     {"layers": 1, "granularity": "chunk"},
 ]
 

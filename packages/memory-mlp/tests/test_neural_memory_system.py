@@ -236,7 +236,21 @@ BAD = [
     (make(hidden=0), ValueError, "hidden must be at least 1, got 0"),
     (make(layers=0), ValueError, "layers must be at least 1, got 0"),
     (make(layers=True), TypeError, "layers must be a whole number, got bool"),
-    (make(layers=3, backend="triton"), ValueError, 'layers must be 2 with backend "triton".*got 3'),
+    (
+        make(layers=1, backend="triton"),
+        ValueError,
+        'layers must be 2 or more with backend "triton", got 1',
+    ),
+    (
+        make(layers=3, backend="triton", max_grad_norm=1.0),
+        ValueError,
+        'layers must be 2 with backend "triton".*max_grad_norm 1.0.*got 3',
+    ),
+    (
+        make(layers=3, backend="triton", granularity="chunk"),
+        ValueError,
+        'layers must be 2 with backend "triton" and granularity "chunk".*got 3',
+    ),
     (
         make(activation="tanh"),
         ValueError,

@@ -6,6 +6,7 @@ Each half of [2, SIZE], weights and momentum, is w1^T [D, HIDDEN], w2 .. w(n-1) 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -31,7 +32,7 @@ def deep_shapes(
     """Of w1, b1, .., wn, bn."""
     widths = [width, *(hidden,) * (layers - 1), width]
     shapes: list[tuple[int, ...]] = []
-    for fan_in, fan_out in zip(widths, widths[1:], strict=False):
+    for fan_in, fan_out in itertools.pairwise(widths):
         shapes += [(*lead, fan_out, fan_in), (*lead, fan_out)]
     return tuple(shapes)
 

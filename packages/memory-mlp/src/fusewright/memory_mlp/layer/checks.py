@@ -41,11 +41,15 @@ def check_rules(rules: Rules) -> None:
         raise ValueError(
             f'residual_norm is for granularity "token", got it with "{rules.granularity}"'
         )
-    if rules.layers != 2 and rules.backend == "triton":
-        raise ValueError(
-            'layers must be 2 with backend "triton": the kernels serve no other, '
-            f"got {rules.layers}"
-        )
+    if rules.backend == "triton" and rules.layers != 2:
+        if rules.layers == 1:
+            raise ValueError('layers must be 2 or more with backend "triton", got 1')
+        if rules.granularity != "token" or rules.max_grad_norm is not None:
+            raise ValueError(
+                f'layers must be 2 with backend "triton" and granularity "{rules.granularity}", '
+                f"max_grad_norm {rules.max_grad_norm}: the kernels serve more only token by token "
+                f"and without a clip, got {rules.layers}"
+            )
 
 
 def checked_head_dim(dim: int, heads: int, head_dim: int | None) -> int:

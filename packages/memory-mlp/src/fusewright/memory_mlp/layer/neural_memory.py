@@ -72,7 +72,8 @@ class NeuralMemory(nn.Module):
         heads: number of memories side by side.
         head_dim: D, width of their keys and values; dim // heads where left out.
         hidden: width of a memory's hidden layers; 4 * D where left out.
-        layers: of a memory. Two run on the kernels, any other number in plain torch; one is the
+        layers: of a memory. Two run on the kernels, more of granularity "token" without a clip too,
+            any other number in plain torch; one is the
             linear memory W x + b.
         activation: of the hidden layers, "silu", "relu" or "gelu" (the exact one).
         chunk: tokens whose gradients are taken at the same weights.

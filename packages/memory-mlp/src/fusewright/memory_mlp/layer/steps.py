@@ -139,15 +139,18 @@ def scan(
         "residual_norm": rules.residual_norm,
         "max_grad_norm": limit,
     }
+    found: tuple[Tensor, Weights, Weights, Tensor | None, Tensor]
     if isinstance(weights, MemoryWeights) and isinstance(momentum, MemoryWeights):
         resting = rest if isinstance(rest, MemoryWeights) else None
-        options |= {"rest": resting, "backend": rules.backend}
-        y, weights, momentum, lost, loss = memory_scan(*rows, weights, momentum, *gates, **options)
+        options |= {"backend": rules.backend}
+        found = memory_scan(*rows, weights, momentum, *gates, resting, **options)
     else:
-        y, weights, momentum, lost, loss = deep_memory_scan(
-            *rows, weights, momentum, *gates, rest, **options
-        )
-    return y, weights, momentum, lost, loss if rules.reduction == "sum" else loss / q.shape[-1]
+        # One layer is plain torch.
+        options |= {"backend": rules.backend if rules.layers > 2 else "reference"}
+        found = deep_memory_scan(*rows, weights, momentum, *gates, rest, **options)
+    y, weights, momentum, skipped, loss = found
+    loss = loss if rules.reduction == "sum" else loss / q.shape[-1]
+    return y, weights, momentum, skipped, loss
 
 
 def pooled_steps(

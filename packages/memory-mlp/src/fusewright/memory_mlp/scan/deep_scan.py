@@ -5,10 +5,8 @@ With the names of ``memory_scan``, for x_0 = k_t, z_l = w_l x_(l-1) + b_l, x_l =
 = z_n, the gradient G_t is an outer product for each layer,
 
     p_n = 2 (z_n - v_t)    p_l = (w_(l+1)^T p_(l+1)) * act'(z_l)    G_t,l = (p_l x_(l-1)^T, p_l)
-    W_t = (1 - alpha_t) W_(t-1) + alpha_t R + S_t
 
-so that each layer reads as one of two layers does. R, the ``rest``, is what the memory forgets
-towards, zero where it is absent.
+so that each layer reads as one of two layers does.
 
 From three layers on kernels serve it; their matrices between hidden layers do not fit one program
 and stay in memory, where the second cache holds those of a chunk. Saved for the backward pass: the
@@ -35,7 +33,7 @@ Tensor = torch.Tensor
 
 ROWS = "Tensor q, Tensor k, Tensor v, Tensor state"
 GATES = "Tensor alpha, Tensor eta, Tensor theta, Tensor? written, Tensor? rest"
-OPTIONS = "int layers, int hidden, int chunk, str activation, str read"
+OPTIONS = "int layers, int hidden, int chunk, str activation, str read, bool residual_norm"
 # The longest chunk that one program holds.
 LONGEST_CHUNK = 64
 
@@ -43,7 +41,8 @@ LONGEST_CHUNK = 64
 def _forward_fake(q, k, v, state, alpha, eta, theta, written, rest, layers, hidden, chunk, *others):
     chunks = -(-q.shape[1] // chunk)
     states = state.new_empty((chunks, *state.shape))
-    return q.new_empty(q.shape), state.new_empty(state.shape), states
+    loss = state.new_empty(q.shape[:3])
+    return q.new_empty(q.shape), state.new_empty(state.shape), states, loss
 
 
 def _backward_reference(dy, dend, q, k, v, state, states, *gates_and_options):
@@ -56,7 +55,7 @@ def _backward_fake(dy, dend, q, k, v, state, states, alpha, eta, theta, written,
 
 
 _forward = Op(
-    f"deep_scan({ROWS}, {GATES}, {OPTIONS}) -> (Tensor y, Tensor end, Tensor states)",
+    f"deep_scan({ROWS}, {GATES}, {OPTIONS}) -> (Tensor y, Tensor end, Tensor states, Tensor loss)",
     triton=launch_deep.deep_forward,
     reference=reference_deep.packed_deep_scan,
     fake=_forward_fake,
@@ -75,16 +74,18 @@ _backward = Op(
 class _DeepScan(Derivative):
     @staticmethod
     def forward(ctx, run, q, k, v, state, alpha, eta, theta, written, rest, *options):
-        y, end, states = run(q, k, v, state, alpha, eta, theta, written, rest, *options)
+        y, end, states, loss = run(q, k, v, state, alpha, eta, theta, written, rest, *options)
         ctx.save_for_backward(q, k, v, state, states, alpha, eta, theta, written, rest)
         ctx.options = options
         ctx.set_materialize_grads(False)
-        return y, end, *_forward.statistics(ctx, run, states)
+        ctx.mark_non_differentiable(loss)
+        (states,) = _forward.statistics(ctx, run, states)
+        return y, end, states, loss
 
     @staticmethod
-    def backward(ctx, dy, dend, _):
+    def backward(ctx, dy, dend, *_):
         if dy is None and dend is None:
-            return (None,) * 15
+            return (None,) * 16
         saved = q, _, _, state, *_, rest = ctx.saved_tensors
         dy = torch.zeros_like(q) if dy is None else dy
         dend = torch.zeros_like(state) if dend is None else dend
@@ -106,51 +107,46 @@ def deep_memory_scan(
     eta: Tensor,
     theta: Tensor,
     write_mask: Tensor | None,
-    *,
     rest: Weights | None = None,
+    *,
     chunk: int = 64,
     activation: str = "silu",
     read: str = "after",
+    residual_norm: bool = False,
     max_grad_norm: float | None = None,
     backend: Backend = "auto",
-) -> tuple[Tensor, Weights, Weights, Tensor | None]:
+) -> tuple[Tensor, Weights, Weights, Tensor | None, Tensor]:
     """``memory_scan`` of a memory of any number of layers, (w1, b1, .., wn, bn); the mask is
-    [B, T, heads], and nothing is checked. Differentiable in everything but the mask, twice.
-
-    Args:
-        rest: weights towards which alpha forgets, of the shapes of ``weights``, or such that expand
-            to them; None for zero. Not with ``max_grad_norm``.
+    [B, T, heads], and nothing is checked. Differentiable in everything but the mask, twice. One
+    layer, and two, run in plain torch.
 
     Returns:
         (y, weights and momentum after the last token, the tokens that were lost, None without
-        ``max_grad_norm``).
+        ``max_grad_norm``, the inner loss of each token).
     """
     q, k, v = autocast(q, k, v)
     layers, hidden, width = len(weights) // 2, weights[1].shape[-1], q.shape[-1]
+    options = chunk, activation, read, residual_norm
     if layers > 2 and uses_triton(q, backend) and serves(q, hidden, chunk, max_grad_norm, backend):
         gates = [gate.float() for gate in (alpha, eta, theta)]
-        home = None if rest is None else pack_deep(rest).squeeze(-2)
-        tensors = q, k, v, pack_deep(weights, momentum), *gates, write_mask, home
-        y, end, _ = _forward(*tensors, layers, hidden, chunk, activation, read)
-        return y, *unpack_deep(end, layers, hidden, width), None
+        resting = None if rest is None else pack_deep(rest)
+        tensors = q, k, v, pack_deep(weights, momentum), *gates, write_mask, resting
+        y, end, _, loss = _forward(*tensors, layers, hidden, *options)
+        weights, momentum = unpack_deep(end, layers, hidden, width)
+        return y, weights, momentum, None, loss
     with without_autocast(q.device):
         dtype = q.dtype
         q, k, v = (wide(x).transpose(1, 2) for x in (q, k, v))
-        gates = [x.mT for x in (alpha, eta, theta)]
+        alpha, eta, theta = (x.mT for x in (alpha, eta, theta))
         written = None if write_mask is None else write_mask.mT
-        options: dict[str, Any] = dict(chunk=chunk, activation=activation, read=read)
-        if rest is None:
-            y, weights, momentum, lost = reference.memory_scan(
-                *(q, k, v, weights, momentum, *gates, written),
-                **options,
-                max_grad_norm=max_grad_norm,
-            )
-        else:
-            y, states = reference_deep.deep_chunks(
-                q, k, v, weights, momentum, gates, written, rest, **options
-            )
-            (weights, momentum), lost = states[-1], None
-        return y.transpose(1, 2).to(dtype), weights, momentum, lost
+        form: dict[str, Any] = {"chunk": chunk, "activation": activation, "read": read}
+        y, weights, momentum, lost, loss = reference.memory_scan(
+            *(q, k, v, weights, momentum, alpha, eta, theta, written, rest),
+            **form,
+            residual_norm=residual_norm,
+            max_grad_norm=max_grad_norm,
+        )
+        return y.transpose(1, 2).to(dtype), weights, momentum, lost, loss.mT
 
 
 def serves(

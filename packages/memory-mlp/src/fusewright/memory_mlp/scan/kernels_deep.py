@@ -7,8 +7,9 @@ they run. With the names of ``kernels``, x_0 = k and e = p_n:
     z_q,l = keep (w_l x_q + b_l) + carry (s_l x_q + c_l) + (1 - keep) (r_l x_q + d_l)
             - (gamma * (x_q x_(l-1)^T + 1)) p_l                    all chunks at once
 
-with R, to which the memory forgets, zero where it is absent. A token's x and p need no other token
-of its chunk, and of what comes next every tile of every matrix no other tile: a chunk is two
+with R, to which the memory forgets, zero where it is absent; with RESIDUAL_NORM what is read is
+q + N of the last layer, and e the gradient through k + N of it. A token's x and p need no other
+token of its chunk, and of what comes next every tile of every matrix no other tile: a chunk is two
 launches.
 """
 
@@ -26,10 +27,11 @@ from ..common.tiles import (
     token_rows,
     zeros,
 )
-from .tiles import COUNTS, FACTOR, load_last, load_seen
+from .tiles import COUNTS, inner_gradient, load_last, load_seen, normalised
 from .tiles_deep import (
     CURVES,
     KEYS,
+    LAST_OUTPUTS,
     QUERIES,
     READS,
     RESIDUALS,
@@ -89,6 +91,7 @@ def deep_rows_kernel(
     rows_ptr,
     wide_ptr,
     sums_ptr,
+    loss_ptr,
     step_ptr,
     tokens,
     heads,
@@ -107,8 +110,9 @@ def deep_rows_kernel(
     ``step`` [2, heads] the chunk is the one that the first of its rows counts, the matrices are
     read from ``rounded`` [heads, MATRICES], in q's dtype, ``wide`` has one place for each head, and
     ``sums`` [heads, TOKEN_BLOCKS, 2, biases] is what the tokens' p add to the biases and to their
-    momentum; without, a program takes one of ``chunks`` chunks from ``first_chunk`` on and writes what the
-    backward pass needs besides. Tiles are [units, tokens], so that few tokens fill them.
+    momentum, and ``loss`` [B, tokens, heads] is |M(k) - v|^2; without, a program takes one of
+    ``chunks`` chunks from ``first_chunk`` on and writes what the backward pass needs besides. Tiles
+    are [units, tokens], so that few tokens fill them.
     """
     HIDDEN: tl.constexpr = CONFIG.HIDDEN
     D: tl.constexpr = CONFIG.D
@@ -172,18 +176,27 @@ def deep_rows_kernel(
             store_columns(curves, curve, token, unit, HIDDEN, CONFIG)
     tl.debug_barrier()
     last = matrix_at(memory, LAYERS, CONFIG)
-    e = layer_of(zeros(CONFIG.BLOCK_D, CONFIG.TOKENS), last, x, token, D, CONFIG.BLOCK_D, CONFIG)
+    output = zeros(CONFIG.BLOCK_D, CONFIG.TOKENS)
+    output = layer_of(output, last, x, token, D, CONFIG.BLOCK_D, CONFIG)
+    output += load_vector(biases_at(biases, LAYERS, CONFIG), col, D)[:, None]
     v = head_columns(v_at, at, token, written, CONFIG)
-    b = load_vector(biases_at(biases, LAYERS, CONFIG), col, D)
-    e = FACTOR * (e + b[:, None] - v.to(tl.float32))
-    e = tl.where(written[None, :], e, 0.0)
+    if CONFIG.RESIDUAL_NORM:
+        # Again, rather than held through all layers.
+        k = head_columns(k_at, at, token, written, CONFIG)
+    e, residual = inner_gradient(tl.trans(output), tl.trans(k), tl.trans(v), written, CONFIG)
+    e = tl.trans(e)
     if KEEPS:
+        if CONFIG.RESIDUAL_NORM:
+            outputs = slot_at(wide_ptr, LAST_OUTPUTS, LAYERS - 1, wide_places, wide_place, CONFIG)
+            store_columns(outputs, output, token, col, D, CONFIG)
         residuals = slot_at(wide_ptr, SLOPES, LAYERS - 1, wide_places, wide_place, CONFIG)
         store_columns(residuals, e, token, col, D, CONFIG)
     else:
         exact = slot_at(wide_ptr, WIDE_RESIDUALS, LAYERS - 1, wide_places, wide_place, CONFIG)
         store_columns(exact, e, token, col, D, CONFIG)
         store_sums(sums, -gamma * e, -nu * e, LAYERS, col, D, CONFIG)
+        row = (at[0].to(tl.int64) * tokens + first + token) * heads + at[1]
+        tl.store(loss_ptr + row, tl.sum(residual * residual, 1), mask=there)
     e = e.to(k.dtype)
     p = slot_at(rows_ptr, RESIDUALS, LAYERS - 1, places, place, CONFIG)
     store_columns(p, e, token, col, D, CONFIG)
@@ -287,7 +300,7 @@ def deep_advance_kernel(
     s = load_tile(at + SIZE, row, col, height, CONFIG)
     w = keep * w + carry * s
     if rest_ptr is not None:
-        rest = rest_ptr + own * SIZE
+        rest = rest_ptr + (own % heads) * SIZE
         r = load_tile(matrix_at(rest, layer, CONFIG), row, col, height, CONFIG)
         w += (1.0 - keep) * r
     w = product_onto(w, tl.trans(down_memory), across_memory, CONFIG)
@@ -340,7 +353,8 @@ def deep_read_kernel(
     CONFIG: tl.constexpr,
 ):
     """One program computes BLOCK_D columns of one layer of what the queries of one chunk of one
-    head read: of the last layer y, of the others x_q, and act'(z_q) if KEEPS.
+    head read: of the last layer y, or if KEEPS what the norm is taken of; of the others x_q, and
+    act'(z_q) if KEEPS.
     """
     BLOCK: tl.constexpr = CONFIG.BLOCK_D
     BLOCK_C: tl.constexpr = CONFIG.BLOCK_C
@@ -364,7 +378,7 @@ def deep_read_kernel(
     keys = slot_at(rows_ptr, KEYS, layer - 1, places, place, CONFIG)
     queries = slot_at(rows_ptr, QUERIES, layer - 1, places, place, CONFIG)
     if rest_ptr is not None:
-        rest = rest_ptr + own * SIZE
+        rest = rest_ptr + (own % heads) * SIZE
         rest_matrix = matrix_at(rest, layer, CONFIG)
     matches = tl.full([BLOCK_C, BLOCK_C], 1.0, tl.float32)
     by_memory = zeros(BLOCK_C, BLOCK)
@@ -378,8 +392,8 @@ def deep_read_kernel(
             q_at = q_ptr, q_batch_stride, q_token_stride, q_head_stride
             x_q = token_rows(q_at, at, there, CONFIG)
             if CONFIG.KEEPS:
-                if block == 0:
-                    store_rows(queries, x_q, token, col, INPUTS, CONFIG)
+                own_row = tl.where(block == 0, token, CONFIG.C)
+                store_rows(queries, x_q, own_row, col, INPUTS, CONFIG)
         else:
             x_q = load_rows(queries, token, col, INPUTS, CONFIG)
         matches = product_onto(matches, x_q, tl.trans(x), CONFIG)
@@ -401,7 +415,14 @@ def deep_read_kernel(
     p = slot_at(rows_ptr, RESIDUALS, layer - 1, places, place, CONFIG)
     p = load_rows(p, token, out, OUTPUTS, CONFIG)
     z = product_onto(z, (-gamma * matches).to(p.dtype), p, CONFIG)
-    if IS_LAST:
+    if IS_LAST and CONFIG.KEEPS:
+        outputs = slot_at(wide_ptr, READS, layer - 1, places, place, CONFIG)
+        store_rows(outputs, z, token, out, OUTPUTS, CONFIG)
+    elif IS_LAST:
+        if CONFIG.RESIDUAL_NORM:
+            n, _ = normalised(z, CONFIG)
+            q_at = q_ptr, q_batch_stride, q_token_stride, q_head_stride
+            z = token_rows(q_at, at, there, CONFIG).to(tl.float32) + n
         store_token_rows(y_ptr, z, at, there, tokens, heads, CONFIG)
     else:
         h, slope, _ = activated(z, CONFIG)

@@ -7,7 +7,7 @@ rows of gamma and nu:
     dp_l = -g (dW_l x_(l-1) + db_l) - nu (dS_l x_(l-1) + dc_l)        added to the reads'
     dx_(l-1) = -g dW_l^T p_l - nu dS_l^T p_l
     with a_l = dp_l * act'(z_l):  dp_(l+1) += w_(l+1) a_l             from p_1 to e
-    dz_n = 2 de    dx_(l-1) += w_l^T dz_l
+    dz_n = 2 de, or through the norm    dx_(l-1) += w_l^T dz_l
     dz_(l-1) = dx_(l-1) * act'(z_(l-1)) + dp_(l-1) * (w_l^T p_l) * act''(z_(l-1))
                                                                       from the last to the first
     dW_l = keep dW_l + (keep dz_q,l)^T x_q + p_l^T a_(l-1) + dz_l^T x_(l-1)
@@ -21,7 +21,7 @@ import triton.language as tl
 
 from ..common.tiles import product_onto, zeros
 from .kernels_deep import back_through, layer_of
-from .tiles import COUNTS, FACTOR, load_last, load_seen
+from .tiles import COUNTS, FACTOR, load_last, load_seen, through_inner_gradient
 from .tiles_deep import (
     CURVES,
     DINPUTS,
@@ -29,12 +29,14 @@ from .tiles_deep import (
     DRESIDUALS,
     DSLOPED,
     KEYS,
+    LAST_OUTPUTS,
     QUERIES,
     READS,
     RESIDUALS,
     SLOPES,
     biases_at,
     by_sides,
+    head_columns,
     load_columns,
     load_rows,
     load_tile,
@@ -146,6 +148,7 @@ def deep_ends_kernel(
 
 @triton.jit(do_not_specialize=COUNTS)
 def deep_rows_backward_kernel(
+    v_ptr,
     written_ptr,
     rounded_ptr,
     rows_ptr,
@@ -159,6 +162,9 @@ def deep_rows_backward_kernel(
     all_heads,
     first_chunk,
     chunks,
+    v_batch_stride,
+    v_token_stride,
+    v_head_stride,
     CONFIG: tl.constexpr,
 ):
     """One program computes for TOKENS tokens of one chunk of one head the gradients of z of all
@@ -205,8 +211,20 @@ def deep_rows_backward_kernel(
     de = load_columns(x, token, col, D, CONFIG)
     last = matrix_at(memory, LAYERS, CONFIG)
     de = layer_of(de, last, a, token, D, CONFIG.BLOCK_D, CONFIG)
-    dr = tl.where(written[None, :], FACTOR * de, 0.0)
-    store_head_columns(dv_ptr, -dr, at, token, there, tokens, heads, CONFIG)
+    if CONFIG.RESIDUAL_NORM:
+        x = slot_at(wide_ptr, LAST_OUTPUTS, LAYERS - 1, places, place, CONFIG)
+        output = tl.trans(load_columns(x, token, col, D, CONFIG))
+        x = slot_at(rows_ptr, KEYS, 0, places, place, CONFIG)
+        k = tl.trans(load_columns(x, token, col, D, CONFIG))
+        v_at = v_ptr, v_batch_stride, v_token_stride, v_head_stride
+        v = tl.trans(head_columns(v_at, at, token, written, CONFIG))
+        dr, dk_norm = through_inner_gradient(tl.trans(de), output, k, v, CONFIG)
+        dr = tl.where(written[None, :], tl.trans(dr), 0.0)
+        dk_norm = tl.where(written[None, :], tl.trans(dk_norm), 0.0)
+    else:
+        dr = tl.where(written[None, :], FACTOR * de, 0.0)
+        dk_norm = dr
+    store_head_columns(dv_ptr, -dk_norm, at, token, there, tokens, heads, CONFIG)
     sums = sums_at(sums_ptr, own * CONFIG.TOKEN_BLOCKS + block, 1, CONFIG)
     tl.store(sums + (LAYERS - 1) * HIDDEN + col, tl.sum(dr, 1), mask=col < D)
     dr = dr.to(rows_ptr.dtype.element_ty)
@@ -239,6 +257,8 @@ def deep_rows_backward_kernel(
     x = slot_at(wide_ptr, DINPUTS, 0, places, place, CONFIG)
     dk = load_columns(x, token, col, D, CONFIG)
     dk = layer_of(dk, memory, dz, token, D, CONFIG.BLOCK_D, CONFIG)
+    if CONFIG.RESIDUAL_NORM:
+        dk += dk_norm
     dk = tl.where(written[None, :], dk, 0.0)
     store_head_columns(dk_ptr, dk, at, token, there, tokens, heads, CONFIG)
 
@@ -278,8 +298,8 @@ def deep_states_backward_kernel(
     """One program takes one tile of the gradient of the memory and the momentum of one head,
     ``dstate``, from a chunk's end to its start. For the chunk before, whose end that is, it rounds
     the tile of the memory with which that began, and computes what the tile adds to the gradients
-    of the last keep, carry and decay, ``dends`` [chunks, heads, TILES, 3]. Without ``rows`` it does
-    the latter for the last of all chunks.
+    of the last keep, carry and decay, ``dends`` [chunks, heads, TILES, 3]. ``drest`` has every
+    row's own. Without ``rows`` it does the latter for the last of all chunks.
     """
     BLOCK: tl.constexpr = CONFIG.BLOCK_D
     SIZE: tl.constexpr = CONFIG.SIZE
@@ -379,7 +399,7 @@ def deep_states_backward_kernel(
         b = tl.load(at, mask=has_bias, other=0.0)
         sb = tl.load(at + SIZE, mask=has_bias, other=0.0)
         if rest_ptr is not None:
-            rest = rest_ptr + own * SIZE
+            rest = rest_ptr + (own % heads) * SIZE
             w -= load_tile(matrix_at(rest, layer, CONFIG), row, col, height, CONFIG)
             b -= tl.load(biases_at(rest, layer, CONFIG) + unit, mask=has_bias, other=0.0)
         at = dends_ptr + ((tl.cast(chunk, tl.int64) * all_heads + own) * CONFIG.TILES + tile) * 3

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import load_matrix, product, product_onto, store_matrix, zeros
-from .tiles import COUNTS, chunk_of_program, load_seen
+from .tiles import COUNTS, chunk_of_program, load_seen, normalised, through_norm
 from .tiles_deep import (
     DINPUTS,
     DRESIDUALS,
@@ -55,9 +55,9 @@ def deep_read_backward_kernel(
 ):
     """One program takes the gradient of z_q of one layer, of one chunk of one head, to that of z_q
     of the layer before, of the first layer to dq, and computes the gradients through the layer's
-    reads of p, of the keys' x, of gamma, keep and carry. That of z_q takes the place of the slope;
-    ``sums`` [places, 3, biases] is what it adds to those of the biases, of their momentum and of
-    the rest's.
+    reads of p, of the keys' x, of gamma, keep and carry. That of z_q takes the place of the slope,
+    in the last layer that of the output of which the norm is taken; ``sums`` [places, 3, biases] is
+    what it adds to those of the biases, of their momentum and of the rest's.
 
     What is the same for all blocks is the right operand of each product: a left one is held in
     registers, and ptxas overwrites them although the next iteration needs them.
@@ -90,9 +90,15 @@ def deep_read_backward_kernel(
         dy_at = dy_ptr, dy_batch_stride, dy_token_stride, dy_head_stride
         dy = head_columns(dy_at, at, token, there, CONFIG)
         col = tl.arange(0, CONFIG.BLOCK_D)
-        store_columns(reads, dy, token, col, OUTPUTS, CONFIG)
-        at_biases = memory, sums, own, layer
         dy_wide = dy.to(tl.float32)
+        if CONFIG.RESIDUAL_NORM:
+            output = load_columns(reads, token, col, OUTPUTS, CONFIG)
+            n, inverse = normalised(tl.trans(output), CONFIG)
+            dy_wide = tl.trans(through_norm(tl.trans(dy_wide), n, inverse, CONFIG))
+            # All threads have loaded what this overwrites.
+            tl.debug_barrier()
+        store_columns(reads, dy_wide, token, col, OUTPUTS, CONFIG)
+        at_biases = memory, sums, at[1], layer
         more = through_biases(dy_wide, at_biases, rest_ptr, col, OUTPUTS, keep, carry, CONFIG)
         dkeep += more[0]
         dcarry += more[1]
@@ -143,11 +149,14 @@ def deep_read_backward_kernel(
         total += carry_across * dx
         dcarry += tl.sum(x_wide * dx, 0)
         if rest_ptr is not None:
-            rest_matrix = matrix_at(rest_ptr + own * SIZE, layer, CONFIG)
+            rest_matrix = matrix_at(rest_ptr + at[1] * SIZE, layer, CONFIG)
             dx = outputs_to_inputs(rest_matrix, reads, token, col, INPUTS, OUTPUTS, DTYPE, CONFIG)
             total += (1.0 - keep_across) * dx
             dkeep -= tl.sum(x_wide * dx, 0)
         if IS_FIRST:
+            if CONFIG.RESIDUAL_NORM:
+                dy_at = dy_ptr, dy_batch_stride, dy_token_stride, dy_head_stride
+                total += head_columns(dy_at, at, token, there, CONFIG).to(tl.float32)
             store_head_columns(dq_ptr, total, at, token, there, tokens, heads, CONFIG)
         else:
             before = slot_at(wide_ptr, READS, layer - 2, places, local, CONFIG)
@@ -155,7 +164,7 @@ def deep_read_backward_kernel(
             # All threads have loaded what this overwrites.
             tl.debug_barrier()
             store_columns(before, total, token, col, INPUTS, CONFIG)
-            at_biases = memory, sums, own, layer - 1
+            at_biases = memory, sums, at[1], layer - 1
             more = through_biases(total, at_biases, rest_ptr, col, INPUTS, keep, carry, CONFIG)
             dkeep += more[0]
             dcarry += more[1]
@@ -198,7 +207,7 @@ def through_biases(dz, at_biases, rest_ptr, unit, width, keep, carry, CONFIG: tl
     """What dz [units, tokens] of one layer adds, through its biases, to the gradients of keep and
     of carry; and stored, to those of the biases.
     """
-    memory, sums, own, layer = at_biases
+    memory, sums, head, layer = at_biases
     BIASES: tl.constexpr = CONFIG.SIZE - CONFIG.MATRICES
     inside = unit < width
     keep = tl.trans(keep)
@@ -209,7 +218,7 @@ def through_biases(dz, at_biases, rest_ptr, unit, width, keep, carry, CONFIG: tl
     tl.store(to, tl.sum(keep * dz, 1), mask=inside)
     tl.store(to + BIASES, tl.sum(tl.trans(carry) * dz, 1), mask=inside)
     if rest_ptr is not None:
-        rest = biases_at(rest_ptr + own * CONFIG.SIZE, layer, CONFIG)
+        rest = biases_at(rest_ptr + head * CONFIG.SIZE, layer, CONFIG)
         b -= tl.load(rest + unit, mask=inside, other=0.0)
         tl.store(to + 2 * BIASES, tl.sum((1.0 - keep) * dz, 1), mask=inside)
     return tl.sum(dz * b[:, None], 0), tl.sum(dz * sb[:, None], 0)

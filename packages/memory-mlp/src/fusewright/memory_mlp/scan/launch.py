@@ -29,6 +29,7 @@ from ..common.weights import packed_size
 
 if TYPE_CHECKING:
     from . import kernels, kernels_clip
+    from .launch_deep import DeepProblem
 else:
     kernels = lazy_module(__package__, "kernels")
     kernels_clip = lazy_module(__package__, "kernels_clip")
@@ -342,9 +343,9 @@ def problem_of(
 ) -> Problem:
     hidden, chunk, activation, read, residual_norm, precision = options
     # A chunk is no longer than there are tokens.
-    chunk = min(chunk, shape[1])
-    form = activation, read, residual_norm, precision
-    return Problem(*shape, hidden, chunk, *form, rows[0], device)
+    sizes = *shape, hidden, min(chunk, shape[1])
+    choices = activation, read, residual_norm, precision
+    return Problem(*sizes, *choices, rows[0], device)
 
 
 def read_launch(
@@ -362,7 +363,7 @@ def read_launch(
     )
 
 
-def decays_launch(kernel: Any, problem: Problem, first: int, chunks: int) -> Launch:
+def decays_launch(kernel: Any, problem: Problem | DeepProblem, first: int, chunks: int) -> Launch:
     """A kernel over the gates of ``chunks`` chunks from ``first`` on."""
     return Launch(
         kernel,

@@ -49,11 +49,11 @@ class RowsConfig(NamedTuple):
     num_warps: int
 
 
-# Unmeasured.
+# docs/decisions/0037
 ROWS = RowsConfig(tokens=16, loaded=32 << 10, stages=2, num_warps=4)
 TILE_WARPS = 4
-# layers, hidden, chunk, activation, read, precision.
-Options = tuple[int, int, int, str, str, str]
+# layers, hidden, chunk, activation, read, residual_norm, precision.
+Options = tuple[int, int, int, str, str, bool, str]
 KINDS = ("first", "middle", "last")
 
 
@@ -86,6 +86,7 @@ class DeepConfig(NamedTuple):
     TOKENS: int
     TOKEN_BLOCKS: int
     ACTIVATION: str
+    RESIDUAL_NORM: bool
     UPCAST: bool
     PRECISION: str
     # Of the kernels that take one layer: "first", "middle" or "last"; and whether what the backward
@@ -106,6 +107,7 @@ class DeepProblem(NamedTuple):
     chunk: int
     activation: str
     read: str
+    residual_norm: bool
     precision: str
     dtype: torch.dtype
     device: torch.device
@@ -122,6 +124,10 @@ class DeepProblem(NamedTuple):
     def state_shape(self) -> tuple[int, ...]:
         """Of weights and momentum, packed."""
         return self.batch, self.heads, 2, deep_size(self.layers, self.hidden, self.width)
+
+    @property
+    def rest_shape(self) -> tuple[int, ...]:
+        return self.heads, 1, self.state_shape[-1]
 
     @property
     def gate_constants(self) -> DeepConfig:
@@ -164,6 +170,7 @@ class DeepProblem(NamedTuple):
             TOKENS=ROWS.tokens,
             TOKEN_BLOCKS=cdiv(self.chunk, ROWS.tokens),
             ACTIVATION=self.activation,
+            RESIDUAL_NORM=self.residual_norm,
             UPCAST=interpreted(),
             PRECISION=self.precision,
         )
@@ -209,29 +216,31 @@ class ForwardPlan(NamedTuple):
     results: tuple[Allocator, ...]
 
 
-def deep_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """``(y, state after the last token, states with which the chunks began)``.
+def deep_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(y, state after the last token, states with which the chunks began, the inner loss of each
+    token [B, T, heads])``.
 
     Args:
         arguments: q, k, v, the packed state, alpha, eta, theta, which tokens are written or None,
-            the packed rest or None; then layers, hidden, chunk, activation and read.
+            the packed rest or None; then layers, hidden, chunk, activation, read and residual_norm.
     """
     operands, options = arguments[:9], arguments[9:]
     q, state = operands[0], operands[3]
     if not q.numel():
         chunks = cdiv(q.shape[1], options[2])
-        return q.new_empty(q.shape), state.clone(), state.new_empty(chunks, *state.shape)
+        y, loss = q.new_empty(q.shape), state.new_empty(q.shape[:3])
+        return y, state.clone(), state.new_empty(chunks, *state.shape), loss
     options = *options, product_precision(q.dtype)
     plan = forward_plan(q.shape, options, layouts(*operands), q.device)
     if plan.copies:
         operands = contiguous_where(operands, plan.copies)
     q, k, v, state, *gates, written, rest = operands
     gamma, nu, reach, rounded, rows, wide, sums, step = [x() for x in plan.intermediate]
-    y, end, states = [allocate() for allocate in plan.results]
+    y, end, states, loss = [allocate() for allocate in plan.results]
     states[0].copy_(state)
     rounded.copy_(state[:, :, 0, : plan.matrices])
     decays = LaunchCall(plan.find_decays, (*gates, written, gamma, nu, reach, None, step))
-    of_rows = k, v, written, gamma, nu, rounded, states, rows, wide, sums, step
+    of_rows = k, v, written, gamma, nu, rounded, states, rows, wide, sums, loss, step
     advanced = gamma, nu, reach, rest, rows, wide, states, end, rounded, sums, step
     calls = LaunchCall(plan.rows, of_rows), LaunchCall(plan.advance, advanced)
     reads = [LaunchCall(x, (q, gamma, reach, rest, states, rows, None, y)) for x in plan.reads]
@@ -241,7 +250,7 @@ def deep_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     for _ in range(plan.chunks):
         launch(calls)
     launch(reads)
-    return y, end, states
+    return y, end, states, loss
 
 
 @functools.lru_cache(maxsize=4096)
@@ -257,10 +266,9 @@ def forward_plan(
     *rows, state, alpha, eta, theta, written, rest = operands
     problem = problem_of(shape, options, rows[0], device)
     gates = ((shape[:3], gate) for gate in (alpha, eta, theta, written))
-    rest_shape = *problem.state_shape[:2], problem.state_shape[-1]
-    others = (problem.state_shape, state), *gates, (rest_shape, rest)
+    others = (problem.state_shape, state), *gates, (problem.rest_shape, rest)
     copies, (q, k, v) = head_strides(shape, rows, *others)
-    chunks, heads, chunk = problem.chunks, problem.all_heads, problem.chunk
+    chunks, heads = problem.chunks, problem.all_heads
     constants = problem.constants
     sizes = problem.tokens, problem.heads, heads
     places = heads * chunks
@@ -270,9 +278,7 @@ def forward_plan(
         chunks,
         decays_launch(kernels.decays_kernel, problem, 0, chunks),
         rows_launch(problem, heads, (*sizes, 0, chunks, *k, *v)),
-        problem.launch(
-            kernels_deep.deep_advance_kernel, heads * constants.TILES, (*sizes, chunks)
-        ),
+        problem.launch(kernels_deep.deep_advance_kernel, heads * constants.TILES, (*sizes, chunks)),
         read_launches(problem, q, 0, chunks, keep=False),
         intermediate=(
             *gate_tensors(problem, chunks),
@@ -286,6 +292,7 @@ def forward_plan(
             problem.narrow(*shape),
             problem.wide(*problem.state_shape),
             problem.wide(chunks, *problem.state_shape),
+            problem.wide(*shape[:3]),
         ),
     )
 
@@ -293,12 +300,12 @@ def forward_plan(
 def problem_of(
     shape: tuple[int, int, int, int], options: Options, rows: Layout, device: torch.device
 ) -> DeepProblem:
-    layers, hidden, chunk, activation, read, precision = options
+    layers, hidden, chunk, activation, read, residual_norm, precision = options
     # A chunk is no longer than there are tokens.
     chunk = min(chunk, shape[1])
-    return DeepProblem(
-        *shape, layers, hidden, chunk, activation, read, precision, rows[0], device
-    )
+    sizes = *shape, layers, hidden, chunk
+    choices = activation, read, residual_norm, precision
+    return DeepProblem(*sizes, *choices, rows[0], device)
 
 
 def gate_tensors(problem: DeepProblem, chunks: int) -> tuple[Allocator, ...]:

@@ -23,6 +23,7 @@ from .._core.launches import (
 from .._core.lazy import lazy_module
 from ..common.operands import head_strides, product_precision
 from .launch import decays_launch
+from .launch_backward import without_tokens
 from .launch_deep import (
     ROWS,
     DeepProblem,
@@ -87,6 +88,8 @@ class BackwardPlan(NamedTuple):
     gradients: tuple[Allocator, ...]
     # What is added to the gradients of biases: through the reads, and through the rows.
     sums: tuple[Allocator, ...]
+    # Of the rest, of each row.
+    drest: Allocator
 
 
 def deep_backward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -97,12 +100,10 @@ def deep_backward(*arguments: Any) -> tuple[Tensor, ...]:
         arguments: the gradients of y and of the last state, q, k, v, the packed state before the
             first token, the states with which the chunks began; then as for ``deep_forward``.
     """
-    dy, dend, q, k, v, state, states, *gates, written, rest = arguments[:12]
+    dy, dend, q, k, v, _, states, *gates, written, rest = arguments[:12]
     options = arguments[12:]
-    drest = state.new_empty(0) if rest is None else torch.zeros_like(rest)
     if not q.numel():
-        zeros = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, *gates)]
-        return *zeros[:3], dend.clone(), *zeros[3:], drest
+        return without_tokens(dend, rest, q, k, v, *gates)
     operands = dy, q, k, v, states, *gates, written, rest
     precise = *options, product_precision(q.dtype)
     plan = backward_plan(q.shape, precise, layouts(*operands), q.device)
@@ -112,21 +113,20 @@ def deep_backward(*arguments: Any) -> tuple[Tensor, ...]:
     dq, dk, dv, *dgates = [allocate() for allocate in plan.results]
     # The gradient of the memory that goes from chunk to chunk, and at last of the first one.
     dstate = dend.clone(memory_format=torch.contiguous_format)
-    if rest is not None:
-        drest = torch.zeros(rest.shape, dtype=rest.dtype, device=rest.device)
+    drest = None if rest is None else plan.drest().zero_()
     rounded, dends = plan.rounded(), plan.dends()
     gamma, nu, reach, nus, step = [allocate() for allocate in plan.gates]
     rows, wide = [allocate() for allocate in plan.tokens]
     dgamma, dreach, dlast = [allocate() for allocate in plan.gradients]
     read_sums, row_sums = [allocate() for allocate in plan.sums]
-    memory = dstate, None if rest is None else drest, rounded, dends, read_sums, row_sums, step
+    memory = dstate, drest, rounded, dends, read_sums, row_sums, step
     begin = LaunchCall(plan.begin, (gamma, reach, rest, states, None, None, *memory))
     for index, part in enumerate(plan.parts):
         decays = alpha, eta, theta, written, gamma, nu, reach, nus, step
         seen = gamma, reach, rest, states, rows, wide
         read = dy, *seen, dq, dgamma, dreach, read_sums
-        again = k, v, written, None, None, None, states, rows, wide, None, None
-        back = written, rounded, rows, wide, dk, dv, row_sums, step
+        again = k, v, written, None, None, None, states, rows, wide, None, None, None
+        back = v, written, rounded, rows, wide, dk, dv, row_sums, step
         before = [
             LaunchCall(part.find_decays, decays),
             LaunchCall(part.rows, again),
@@ -148,9 +148,10 @@ def deep_backward(*arguments: Any) -> tuple[Tensor, ...]:
         places = dlast.shape[0] // plan.parts[0].chunks * part.chunks
         last = dlast[:places].sum(1)
         own = dends[part.first : part.first + part.chunks].sum(2).transpose(0, 1).contiguous()
-        gates = alpha, eta, written, gamma, nus, reach, dgamma, dreach, last, own, *dgates
-        part.gates(gates)
-    return dq, dk, dv, dstate, *dgates, drest
+        saved = alpha, eta, written, gamma, nus, reach, dgamma, dreach
+        part.gates((*saved, last, own, *dgates))
+    # One rest serves all rows.
+    return dq, dk, dv, dstate, *dgates, dstate.new_empty(0) if drest is None else drest.sum(0)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -168,7 +169,7 @@ def backward_plan(
     heads, chunk = problem.all_heads, problem.chunk
     state = problem.state_shape
     others = ((problem.chunks, *state), states), *((shape[:3], gate) for gate in gates)
-    copies, strides = head_strides(shape, rows, *others, ((*state[:2], state[-1]), rest))
+    copies, strides = head_strides(shape, rows, *others, (problem.rest_shape, rest))
     place_bytes = problem.layers * chunk * problem.stride * 5 * (problem.dtype.itemsize + 4)
     most = PLACES_OF_A_MULTIPROCESSOR * device_properties(device).multiprocessors
     part_chunks = max(1, min(problem.chunks, min(most, PART_BYTES // place_bytes) // heads))
@@ -203,6 +204,7 @@ def backward_plan(
             wide(places, 3, problem.biases),
             wide(heads, constants.TOKEN_BLOCKS, problem.biases),
         ),
+        drest=wide(problem.batch, *problem.rest_shape),
     )
 
 
@@ -215,12 +217,14 @@ def backward_part(
     dy, q, k, v = strides
     of_reads = kernels_deep_read_backward.deep_read_backward_kernel
     of_chunks = kernels_deep_backward
+    reads = read_launches(problem, q, first, chunks, keep=True)
     return Part(
         first,
         chunks,
         decays_launch(kernels.decays_kernel, problem, first, chunks),
         rows_launch(problem, heads * chunks, (*sizes, *k, *v)),
-        read_launches(problem, q, first, chunks, keep=True)[:-1],
+        # Of the last layer the norm's backward needs the read.
+        reads if problem.residual_norm else reads[:-1],
         tuple(
             problem.launch(
                 of_reads,
@@ -234,7 +238,7 @@ def backward_part(
         problem.launch(
             of_chunks.deep_rows_backward_kernel,
             heads * constants.TOKEN_BLOCKS,
-            sizes,
+            (*sizes, *v),
             ROWS.num_warps,
         ),
         problem.launch(of_chunks.deep_states_backward_kernel, heads * constants.TILES, sizes),

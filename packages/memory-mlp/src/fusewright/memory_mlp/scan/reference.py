@@ -9,7 +9,7 @@ and ``written`` [*lead, T]: the public function moves the heads to the front.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -79,8 +79,9 @@ def memory_scan_by_token(
         if max_grad_norm is None:
             rows, factor = rows_of(*token, None, start[0], FACTOR, **form), None
         else:
-            clip: dict[str, Any] = {"max_grad_norm": max_grad_norm, **form}
-            rows, factor = clipped_rows(*token, own, start[0], **clip)
+            rows, factor = clipped_rows(
+                *token, own, start[0], activation, residual_norm, max_grad_norm
+            )
             factors.append(factor)
         losses.append(losses_of(rows, own, factor))
         new_momentum = mapped(
@@ -484,8 +485,8 @@ def packed_chunks(
     *begins, end = [packed_copy(MemoryWeights(*w), MemoryWeights(*s)) for w, s in wanted]
     began = torch.stack(begins) if begins else state.new_empty(0, *state.shape)
     y = y.transpose(1, 2).to(dtype).contiguous()
-    loss, factors = (x.mT.detach().contiguous() for x in (loss, factors))
-    return y, end, began, loss, factors, taken.mT.contiguous()
+    loss, factors, taken = (x.mT.detach().contiguous() for x in (loss, factors, taken))
+    return y, end, began, loss, factors, taken
 
 
 def packed_scan_backward(
@@ -510,8 +511,25 @@ def packed_scan_backward(
     """Gradients of (q, k, v, state, alpha, eta, theta, rest), chunk by chunk from the last one,
     each recomputed from the state with which it began; that of ``rest`` has no number without it.
     """
+    operands = q, k, v, state, alpha, eta, theta, written, rest
     options = hidden, chunk, activation, read, residual_norm, max_grad_norm
-    states = packed_chunks(q, k, v, state, alpha, eta, theta, written, rest, *options, True)[2]
+    return pulled_back(packed_chunks, dy, dend, operands, options, chunk)
+
+
+def pulled_back(
+    scan: Callable[..., tuple[Tensor, ...]],
+    dy: Tensor,
+    dend: Tensor,
+    operands: tuple[Any, ...],
+    options: tuple[Any, ...],
+    chunk: int,
+) -> tuple[Tensor, ...]:
+    """The gradients of the operands, but of ``written``, of a packed scan: ``scan(*operands,
+    *options, starts)`` is y, the last state and, with ``starts``, those with which the chunks
+    began.
+    """
+    q, k, v, state, alpha, eta, theta, written, rest = operands
+    states = scan(*operands, *options, True)[2]
     drest = state.new_zeros(0) if rest is None else torch.zeros_like(rest)
     rows: list[tuple[Tensor, ...]] = []
     for index in reversed(range(len(states))):
@@ -519,8 +537,8 @@ def packed_scan_backward(
         mask = None if written is None else written[:, part]
 
         def step(q, k, v, state, alpha, eta, theta, *resting, mask=mask):
-            tensors = q, k, v, state, alpha, eta, theta, mask, resting[0] if resting else None
-            return packed_chunks(*tensors, *options, False)[:2]
+            tensors = q, k, v, state, alpha, eta, theta, mask, *(resting or (None,))
+            return scan(*tensors, *options, False)[:2]
 
         pullback = torch.func.vjp(
             step,

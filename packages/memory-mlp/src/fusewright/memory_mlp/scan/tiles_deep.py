@@ -23,11 +23,12 @@ RESIDUALS = tl.constexpr(1)
 QUERIES = tl.constexpr(2)
 DKEYS = tl.constexpr(3)
 DSLOPED = tl.constexpr(4)
-# Slots of ``wide``: act'(z_l) and, last, e; what act''(z_l) multiplies, or in the forward pass p_1
-# .. p_n; the gradients of p_1 .. p_n and of x_0 .. x_(n-1); those of the queries' z_1 .. z_n, and
-# before them act'(z_l).
+# Slots of ``wide``: act'(z_l) and, last, e; what act''(z_l) multiplies and, last, with a norm z_n,
+# or in the forward pass p_1 .. p_n; the gradients of p_1 .. p_n and of x_0 .. x_(n-1); those of the
+# queries' z_1 .. z_n, and before them act'(z_l) and with a norm z_n.
 SLOPES = tl.constexpr(0)
 CURVES = tl.constexpr(1)
+LAST_OUTPUTS = tl.constexpr(1)
 WIDE_RESIDUALS = tl.constexpr(1)
 DRESIDUALS = tl.constexpr(2)
 DINPUTS = tl.constexpr(3)

@@ -32,6 +32,8 @@ KINDS = {
     "lmm-paper": {"variant": "lmm", "memory_rule": "paper"},
     "mac-origin": {"memory_rule": "origin"},
     "mag-origin": {"variant": "mag", "memory_rule": "origin"},
+    "mac-deep": {"memory_layers": 3},
+    "lmm-deep": {"variant": "lmm", "memory_layers": 3},
     "mac-off": {"memory": False},
     "mag-off": {"variant": "mag", "memory": False},
     "mal-off": {"variant": "mal", "memory": False},

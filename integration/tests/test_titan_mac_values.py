@@ -145,6 +145,14 @@ def test_memory_rule_decides_the_memory_of_every_block(titan_mac, name, variant)
         )
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_memory_of_every_block_has_the_layers_asked_for(titan_mac, variant):
+    for block in titan_mac(variant, memory_layers=3).blocks:
+        memory = block.layers[0].memory
+        assert memory.rules.layers == 3
+        assert len(memory.rest()) == 6
+
+
 def test_loss_is_the_mean_cross_entropy_of_the_next_tokens(
     titan_mac, draw_tokens, assert_same_but_for_rounding
 ):

@@ -317,6 +317,7 @@ class TitanMACSettings(TextSettings):
         MemoryRule,
         of_model(help="How a memory learns, forgets and is read: docs/models/titan-mac.md."),
     ]
+    memory_layers: Annotated[int, of_model(min=1, help="Of a memory.")]
     memory_length: Annotated[
         float, of_model(min=1.0, help="Tokens that a memory is meant for: it begins to forget so.")
     ]

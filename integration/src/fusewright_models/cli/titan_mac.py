@@ -55,6 +55,7 @@ SHAPE_FIELDS = {
     "chunk_size": "segment",
     "memory_chunk": "memory_chunk",
     "memory_rule": "memory_rule",
+    "memory_layers": "memory_layers",
     "memory_length": "memory_length",
 }
 

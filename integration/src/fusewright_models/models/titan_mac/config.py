@@ -40,6 +40,7 @@ class TitanMACConfig:
         memory_heads: memories beside each other in a block, each of width d / memory_heads; None is
             one for every 64 columns.
         memory_hidden: hidden width of each.
+        memory_layers: of each; 1 is a matrix and a bias.
         memory_length: tokens that a memory is meant for: the share that it forgets with each token
             starts at 1 / memory_length.
         convolution: width of the causal convolutions of the memory's keys, values and queries; 0
@@ -74,6 +75,7 @@ class TitanMACConfig:
     memory_chunk: int = 64
     memory_heads: int | None = None
     memory_hidden: int = 128
+    memory_layers: int = 2
     memory_length: float = 16384.0
     convolution: int = 4
     memory_rule: MemoryRule = "normed"

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from fusewright.attention import Backend, sliding_window_attention
 from fusewright.feed_forward import SwiGLU
-from fusewright.memory_mlp import MemoryState, MemoryWeights, NeuralMemory, Reads, memory_read
+from fusewright.memory_mlp import MemoryState, NeuralMemory, Reads
 from fusewright.norm import RMSNorm, add_rms_norm
 from torch import Tensor, nn
 
@@ -268,10 +268,7 @@ class SegmentAttention(AttentionLayer):
         """h ``[B, n, d]``, what the memory of earlier segments says to a segment's queries."""
         memory, earlier = cast(NeuralMemory, self.memory), cast(MemoryState, state.earlier)
         # A segment ends with a chunk, so that the weights are those after its last token.
-        weights = cast(MemoryWeights, earlier.weights)
-        form: dict[str, Any] = {"residual_norm": memory.rules.residual_norm}
-        read = memory_read(queries, weights, backend=memory.rules.backend, **form)
-        return memory.output(read.flatten(2))
+        return memory.output(memory.read(queries, earlier.weights).flatten(2))
 
 
 class Block(nn.Module):
@@ -363,6 +360,7 @@ def make_memory(config: TitanMACConfig, backend: Backend) -> NeuralMemory:
         config.dim,
         heads=config.number_of_memories,
         hidden=config.memory_hidden,
+        layers=config.memory_layers,
         memory_length=config.memory_length,
         outer_grad=config.outer_grad,
         backend=backend,

@@ -383,6 +383,12 @@ class NeuralMemory(nn.Module):
         y = self.output(read(self.rules, q, weights).flatten(2))
         return kept_tokens(y, fine.unsqueeze(-1), None, torch.nan, backend=backend)
 
+    def read(self, q: Tensor, weights: Weights) -> Tensor:
+        """M(q) of each head's queries ``[B, T, heads, D]``, as ``projections`` makes them, for
+        ``weights`` of a state; nothing is written, and ``output`` does not follow.
+        """
+        return read(self.rules, q, weights)
+
     def rest(self) -> Weights | None:
         """What the memory forgets towards, ``[heads, ...]``; None for zero."""
         if self.rules.forget == "zero":

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from fusewright.memory_mlp import MemoryWeights, NeuralMemory, memory_scan, memory_update
-from fusewright.memory_mlp.common.weights import weight_shapes
+from fusewright.memory_mlp.common.deep_weights import deep_shapes, deep_size
+from fusewright.memory_mlp.scan.deep_scan import deep_memory_scan
 from fusewright.memory_mlp.update import reference
 from fusewright_testkit import Case
 from fusewright_testkit.cases import Layer, by_pass, compiled, installed
@@ -30,17 +31,19 @@ SCAN = dict(B=4, T=4096, heads=5, D=64)
 CHECKED = SCAN | dict(B=1, T=500)
 CHUNK = 64
 HIDDEN = (128, 256)
+# Layers of a memory beside two.
+DEEPER = (3, 4)
 # A peer whose memory has 4 hidden units for each column.
 MODULE_HIDDEN = 256
 
 
 def cases() -> list[Case]:
-    """The pooled update at every size, in bf16 and in TF32; the scan in bf16; the layer in bf16,
-    TF32 and fp32.
+    """The pooled update at every size, in bf16 and in TF32; the scan in bf16, of deeper memories
+    too; the layer in bf16, TF32 and fp32.
     """
     bf16, tf32, fp32 = (torch.bfloat16, ""), (torch.float32, "tf32"), (torch.float32, "")
     updates = [update_case(*size, *products) for products in (bf16, tf32) for size in UPDATES]
-    scans = [scan_case(hidden) for hidden in HIDDEN]
+    scans = [scan_case(hidden, layers) for layers in (2, *DEEPER) for hidden in HIDDEN]
     layers = [layer_case(*products) for products in (bf16, tf32, fp32)]
     return [*updates, *scans, *layers]
 
@@ -80,10 +83,12 @@ def update_inputs(
     return [k, v, *memory_inputs(lead, hidden, width, device), *gates]
 
 
-def memory_inputs(lead: tuple[int, ...], hidden: int, width: int, device: str) -> list[Tensor]:
+def memory_inputs(
+    lead: tuple[int, ...], hidden: int, width: int, device: str, layers: int = 2
+) -> list[Tensor]:
     """Memories whose outputs are of the size of their inputs, and a small momentum."""
-    spreads = width**-0.5, 0.1, hidden**-0.5, 0.1
-    shapes = weight_shapes(lead, hidden, width)
+    shapes = deep_shapes(lead, layers, hidden, width)
+    spreads = (0.1 if len(shape) == len(lead) + 1 else shape[-1] ** -0.5 for shape in shapes)
     memory = [s * torch.randn(n, device=device) for s, n in zip(spreads, shapes, strict=True)]
     return [*memory, *(0.01 * torch.randn_like(x) for x in memory)]
 
@@ -174,21 +179,24 @@ def functional_update(
     return torch_step(weights, momentum, gradient, loss, *gates)
 
 
-def scan_case(hidden: int) -> Case:
-    traffic, work = scan_costs(hidden, torch.bfloat16)
+def scan_case(hidden: int, layers: int) -> Case:
+    traffic, work = scan_costs(hidden, torch.bfloat16, layers)
+    depth = {} if layers == 2 else dict(layers=layers)
     return Case(
         op="memory_scan",
-        sizes=SCAN | dict(hidden=hidden, C=CHUNK),
+        sizes=SCAN | dict(hidden=hidden, C=CHUNK) | depth,
         dtype=torch.bfloat16,
         reference=scan_reference,
-        inputs=functools.partial(scan_inputs, hidden, SCAN),
-        sample=functools.partial(scan_inputs, hidden, CHECKED),
+        inputs=functools.partial(scan_inputs, hidden, layers, SCAN),
+        sample=functools.partial(scan_inputs, hidden, layers, CHECKED),
         bytes_moved=traffic,
         flops=work,
     )
 
 
-def scan_costs(hidden: int, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, int]]:
+def scan_costs(
+    hidden: int, dtype: torch.dtype, layers: int = 2
+) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes and operations by pass: of rows, gates, and the states with which chunks begin; of the
     products of the chunked form, twice as many on the way back.
     """
@@ -196,20 +204,21 @@ def scan_costs(hidden: int, dtype: torch.dtype) -> tuple[dict[str, int], dict[st
     rows = batch * tokens * heads * width * dtype.itemsize
     gates = 3 * batch * tokens * heads * 4
     chunks = batch * heads * -(-tokens // CHUNK)
-    states = chunks * 2 * (2 * hidden * width + hidden + width) * 4
+    states = chunks * 2 * deep_size(layers, hidden, width) * 4
     product = 22 * CHUNK * width * hidden + 4 * CHUNK**2 * (width + hidden)
+    product += (layers - 2) * (12 * CHUNK * hidden**2 + 4 * CHUNK**2 * hidden)
     traffic = by_pass(4 * rows + gates + states, 7 * rows + 2 * gates + states)
     return traffic, by_pass(chunks * product)
 
 
-def scan_inputs(hidden: int, sizes: dict[str, int], device: str) -> list[Tensor]:
+def scan_inputs(hidden: int, layers: int, sizes: dict[str, int], device: str) -> list[Tensor]:
     """Queries and keys of length 1, values, one start for each row and head, and gates with which
     no memory diverges.
     """
     batch, tokens, heads, width = sizes.values()
     draw = functools.partial(torch.randn, batch, tokens, heads, width, device=device)
     rows = [F.normalize(draw(), dim=-1), F.normalize(draw(), dim=-1), draw()]
-    state = memory_inputs((batch, heads), hidden, width, device)
+    state = memory_inputs((batch, heads), hidden, width, device, layers)
     gates = [
         least + (most - least) * torch.rand(batch, tokens, heads, device=device)
         for least, most in ((0.0, 0.02), (0.85, 0.95), (0.0, 0.002))
@@ -219,8 +228,16 @@ def scan_inputs(hidden: int, sizes: dict[str, int], device: str) -> list[Tensor]
 
 def flat_scan(backend: Any, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """A scan as a function of a list of tensors: y, and the memory after the last token."""
-    weights, momentum = MemoryWeights(*others[:4]), MemoryWeights(*others[4:8])
-    done = memory_scan(q, k, v, weights, momentum, *others[8:], chunk=CHUNK, backend=backend)
+    *state, alpha, eta, theta = others
+    size = len(state) // 2
+    if size > 4:
+        halves = tuple(state[:size]), tuple(state[size:])
+        operands = q, k, v, *halves, alpha, eta, theta, None
+        deep_y, *ends = deep_memory_scan(*operands, chunk=CHUNK, backend=backend)[:3]
+        return deep_y, *ends[0], *ends[1]
+    weights, momentum = MemoryWeights(*state[:4]), MemoryWeights(*state[4:])
+    options: dict[str, Any] = dict(chunk=CHUNK, backend=backend)
+    done = memory_scan(q, k, v, weights, momentum, alpha, eta, theta, **options)
     return done.y, *done.weights, *done.momentum
 
 

@@ -44,8 +44,9 @@ def cases() -> list[Case]:
     bf16, tf32, fp32 = (torch.bfloat16, ""), (torch.float32, "tf32"), (torch.float32, "")
     updates = [update_case(*size, *products) for products in (bf16, tf32) for size in UPDATES]
     scans = [scan_case(hidden, layers) for layers in (2, *DEEPER) for hidden in HIDDEN]
-    layers = [layer_case(*products) for products in (bf16, tf32, fp32)]
-    return [*updates, *scans, *layers]
+    modules = [layer_case(*products) for products in (bf16, tf32, fp32)]
+    deeper = [layer_case(*bf16, layers) for layers in DEEPER]
+    return [*updates, *scans, *modules, *deeper]
 
 
 def update_case(rows: int, width: int, hidden: int, dtype: torch.dtype, precision: str) -> Case:
@@ -260,7 +261,7 @@ class PeerLayer(Layer):
         return layer_inputs(self, SCAN, device, dtype)
 
 
-def neural_memory(backend: Any, device: str) -> nn.Module:
+def neural_memory(backend: Any, layers: int, device: str) -> nn.Module:
     """By the paper's rule. The peer's layer has no convolution before the heads: ours has none
     here.
     """
@@ -269,6 +270,7 @@ def neural_memory(backend: Any, device: str) -> nn.Module:
         heads * width,
         heads=heads,
         hidden=MODULE_HIDDEN,
+        layers=layers,
         chunk=CHUNK,
         convolution=0,
         forget="zero",
@@ -278,17 +280,32 @@ def neural_memory(backend: Any, device: str) -> nn.Module:
     )
 
 
-reference_layer: Layer = Layer(functools.partial(neural_memory, "reference"))
+def op_of(layers: int) -> str:
+    """The layer's name: each depth has parameters of its own."""
+    return "NeuralMemory" if layers == 2 else f"NeuralMemory of {layers} layers"
 
 
-def layer_case(dtype: torch.dtype, precision: str) -> Case:
+def of_depths(make: Callable[[int], Layer]) -> dict[str, Op]:
+    """The layer at every depth, by name."""
+    return {op_of(layers): make(layers) for layers in (2, *DEEPER)}
+
+
+def own_layer(backend: Any, layers: int) -> Layer:
+    return Layer(functools.partial(neural_memory, backend, layers))
+
+
+reference_layers: dict[str, Any] = of_depths(functools.partial(own_layer, "reference"))
+
+
+def layer_case(dtype: torch.dtype, precision: str, layers: int = 2) -> Case:
     batch, tokens, heads, width = SCAN.values()
-    traffic, work = scan_costs(MODULE_HIDDEN, dtype)
+    traffic, work = scan_costs(MODULE_HIDDEN, dtype, layers)
+    reference_layer = reference_layers[op_of(layers)]
     # Queries, keys, values and the output are products of x.
     added = by_pass(4 * 2 * batch * tokens * (heads * width) ** 2)
     sizes = dict(B=batch, T=tokens, dim=heads * width, heads=heads, hidden=MODULE_HIDDEN, C=CHUNK)
     return Case(
-        op="NeuralMemory",
+        op=op_of(layers),
         sizes=sizes,
         dtype=dtype,
         precision=precision,
@@ -308,14 +325,18 @@ def titans_pytorch() -> dict[str, Op]:
 
     _, _, heads, width = SCAN.values()
 
-    def make(device: str) -> nn.Module:
-        memory = titans_pytorch.MemoryMLP(width, depth=2, expansion_factor=MODULE_HIDDEN / width)
+    def make(layers: int, device: str) -> nn.Module:
+        sizes = dict(depth=layers, expansion_factor=MODULE_HIDDEN / width)
+        memory = titans_pytorch.MemoryMLP(width, **sizes)
         layer = titans_pytorch.NeuralMemory(
             heads * width, chunk_size=CHUNK, heads=heads, dim_head=width, model=memory
         )
         return layer.to(device)
 
-    return {"NeuralMemory": PeerLayer(make, leave_out=("memory_model.",))}
+    def peer(layers: int) -> Layer:
+        return PeerLayer(functools.partial(make, layers), leave_out=("memory_model.",))
+
+    return of_depths(peer)
 
 
 def providers() -> dict[str, dict[str, Op]]:
@@ -326,12 +347,12 @@ def providers() -> dict[str, dict[str, Op]]:
         "fusewright": {
             "memory_update": fusewright_update,
             "memory_scan": functools.partial(flat_scan, "auto"),
-            "NeuralMemory": Layer(functools.partial(neural_memory, "auto")),
+            **of_depths(functools.partial(own_layer, "auto")),
         },
         "torch": {
             "memory_update": functools.partial(flat_update, torch_update),
             "memory_scan": scan_reference,
-            "NeuralMemory": reference_layer,
+            **reference_layers,
         },
         "compile": {"memory_update": compiled(functools.partial(flat_update, functional_update))},
         **installed(("titans-pytorch", "titans-pytorch", titans_pytorch)),

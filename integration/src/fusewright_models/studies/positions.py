@@ -85,8 +85,7 @@ def piece_losses(
             targets = window[:, 1:].clone()
             targets[:, :before] = NOTHING
             losses.append(float(model.loss(window, targets=targets)))  # sync: the result
-        near_loss, far_loss = losses
-        yield start, near_loss, far_loss
+        yield start, losses[0], losses[1]
 
 
 def difference(points: list[PiecePoint]) -> tuple[float, float]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -29,7 +29,6 @@ from ..common.weights import packed_size
 
 if TYPE_CHECKING:
     from . import kernels, kernels_clip
-    from .launch_deep import DeepProblem
 else:
     kernels = lazy_module(__package__, "kernels")
     kernels_clip = lazy_module(__package__, "kernels_clip")
@@ -363,7 +362,22 @@ def read_launch(
     )
 
 
-def decays_launch(kernel: Any, problem: Problem | DeepProblem, first: int, chunks: int) -> Launch:
+class OverGates(Protocol):
+    """What a kernel over the gates asks of a call, of two layers or more."""
+
+    @property
+    def all_heads(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def gate_constants(self) -> Any: ...
+
+
+def decays_launch(kernel: Any, problem: OverGates, first: int, chunks: int) -> Launch:
     """A kernel over the gates of ``chunks`` chunks from ``first`` on."""
     return Launch(
         kernel,

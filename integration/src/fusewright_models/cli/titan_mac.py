@@ -20,7 +20,11 @@ class TitanMACRun(TitanMACSettings, TextRun):
 
     title: ClassVar[str] = "TitanMAC"
     presets: ClassVar = TITAN_MAC_PRESETS
-    later: ClassVar = LATER | {"memory_rule": "paper", "memory_length": 100.0, "memory_layers": 2}
+    later: ClassVar = LATER | {
+        "memory_rule": "paper",
+        "memory_length": 100.0,
+        "memory_layers": 2,
+    }
 
     @classmethod
     def own_defaults(cls, shape: TitanMACConfig, steps: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from fusewright.memory_mlp import MemoryWeights, memory_scan
+from fusewright.memory_mlp import MemoryWeights, NeuralMemory, memory_read, memory_scan
 from fusewright.memory_mlp.scan import reference
 
 from .compared import assert_same_but_for_rounding
@@ -149,3 +149,15 @@ def test_rest_that_does_not_fit_is_refused(wrong):
     }[wrong]
     with pytest.raises(error, match=message):
         memory_scan(q, k, v, *halves, alpha, eta, theta, None, rest)
+
+
+def test_residual_norm_that_is_no_bool_is_refused():
+    q, k, v, *state, alpha, eta, theta = ScanOp().draw(1, 3, 2, 3, 5, F32)
+    halves = MemoryWeights(*state[:4]), MemoryWeights(*state[4:])
+    for call in (
+        lambda: memory_scan(q, k, v, *halves, alpha, eta, theta, residual_norm="no"),
+        lambda: memory_read(q, halves[0], residual_norm="no"),
+        lambda: NeuralMemory(8, residual_norm="no"),
+    ):
+        with pytest.raises(TypeError, match="residual_norm must be a bool, got str"):
+            call()

@@ -52,6 +52,11 @@ def check_bool(name: str, mask: Tensor) -> None:
         raise TypeError(f"{name} must be a bool tensor, got {kind}")
 
 
+def check_switch(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+
+
 def checked_positive(name: str, value: float) -> float:
     """``value`` as a float; it must be a finite real number above 0."""
     number = checked_number(name, value)

@@ -9,7 +9,14 @@ import torch
 from .._core.backends import check_backend
 from .._core.checks import check_floating, check_option, checked_count
 from .._core.precision import autocasts
-from ..common.checks import ACTIVATION_NAMES, READS, REDUCTIONS, check_bool, checked_positive
+from ..common.checks import (
+    ACTIVATION_NAMES,
+    READS,
+    REDUCTIONS,
+    check_bool,
+    check_switch,
+    checked_positive,
+)
 from .memory_state import MemoryState
 from .steps import Rules
 
@@ -32,6 +39,7 @@ def check_rules(rules: Rules) -> None:
     checked_count("chunk", rules.chunk)
     for name, choices in CHOICES.items():
         check_option(name, getattr(rules, name), choices)
+    check_switch("residual_norm", rules.residual_norm)
     check_backend(rules.backend)
     if rules.max_grad_norm is not None:
         checked_positive("max_grad_norm", rules.max_grad_norm)

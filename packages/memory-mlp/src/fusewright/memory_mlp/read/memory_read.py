@@ -20,7 +20,7 @@ from .._core.checks import FLOATING, check_device, check_floating, check_option
 from .._core.precision import autocast, wide, without_autocast
 from .._core.registration import Derivative, Op, empty_grad
 from ..common import reference as common_reference
-from ..common.checks import ACTIVATION_NAMES, are_plain, check_heads
+from ..common.checks import ACTIVATION_NAMES, are_plain, check_heads, check_switch
 from ..common.operands import WIDEST, WIDEST_HIDDEN
 from ..common.weights import (
     MemoryWeights,
@@ -132,11 +132,12 @@ def memory_read(
     whose second derivative runs in plain torch.
 
     Raises:
-        TypeError: a tensor is not floating point or not strided.
+        TypeError: a tensor is not floating point or not strided, or residual_norm not bool.
         ValueError: the shapes do not fit together, the devices differ, or an option is unknown.
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
     """
     check_read(q, weights, activation)
+    check_switch("residual_norm", residual_norm)
     (q,) = autocast(q)
     hidden = weights.b1.shape[-1]
     if uses_triton(q, backend) and serves(q, hidden, backend):

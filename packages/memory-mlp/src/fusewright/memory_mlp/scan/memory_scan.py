@@ -59,6 +59,7 @@ from ..common.checks import (
     are_plain,
     check_bool,
     check_heads,
+    check_switch,
     checked_positive,
 )
 from ..common.operands import WIDEST, WIDEST_HIDDEN
@@ -284,8 +285,8 @@ def memory_scan(
     Memory grows with B * heads * T / chunk copies of weights and momentum.
 
     Raises:
-        TypeError: a tensor is not floating point or not strided, the mask is not bool, chunk is no
-            integer.
+        TypeError: a tensor is not floating point or not strided, the mask or residual_norm is not
+            bool, chunk is no integer.
         ValueError: the shapes, dtypes or devices are not as above, or an option is unknown.
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
     """
@@ -295,6 +296,7 @@ def memory_scan(
         write_mask = checked_mask(write_mask, q)
     if rest is not None:
         check_rest(rest, weights)
+    check_switch("residual_norm", residual_norm)
     if max_grad_norm is not None:
         max_grad_norm = checked_positive("max_grad_norm", max_grad_norm)
     q, k, v = autocast(q, k, v)

@@ -158,6 +158,19 @@ def test_no_first_token_is_predicted():
     assert not torch.equal(losses.following, model.losses(tokens).following)
 
 
+@pytest.mark.parametrize("lengths", [[2, 2, 2], [1, 2, 1]], ids=str)
+def test_documents_without_a_token_after_next_are_learned(lengths):
+    model = make(F64, index_weight=0.0)
+    losses = model.losses(drawn(lengths), **packed(lengths))
+    wanted = [model.next_token_loss(d) for d in drawn(lengths).split(lengths, 1) if d.shape[1] == 2]
+    assert losses.second.item() == 0.0
+    assert losses.selected.isfinite()
+    torch.testing.assert_close(losses.total, torch.stack(wanted).mean().to(losses.total.dtype))
+    losses.total.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    assert model.head.weight.grad.abs().max() > 0.0
+
+
 T = torch.zeros(1, 9, dtype=torch.int64)
 
 

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# A target that is none.
+IGNORED = -100
+
 
 class Documents(NamedTuple):
     """Which tokens of rows ``[B, T]`` see one another.
@@ -46,7 +49,7 @@ class Documents(NamedTuple):
         ``[B, T - 1]`` -100.
         """
         goes_on = self.predicting(tokens)
-        return Documents(self.cu_seqlens, goes_on), targets.where(goes_on, -100)
+        return Documents(self.cu_seqlens, goes_on), targets.where(goes_on, IGNORED)
 
 
 def checked_documents(

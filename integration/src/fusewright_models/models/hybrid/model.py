@@ -34,7 +34,7 @@ from ..parts import Relay, check_parts
 from ..published import Published
 from .byte_embedding import ByteEmbedding
 from .config import HybridConfig
-from .documents import Documents, checked_documents
+from .documents import IGNORED, Documents, checked_documents
 from .layers import NORM_EPS, Caches, HybridLayer, Observer, drawn
 from .relayed import RelayedCaches
 from .streams import replicated
@@ -51,7 +51,7 @@ class Losses(NamedTuple):
     Attributes:
         total: what is trained on; not finite where the stack saturated.
         following: mean cross entropy of the next token, in nats.
-        second: of the token after next.
+        second: of the token after next; 0 where no token has one.
         indexer: sum of the indexers' losses.
         selected: keys that a query attends to, its mean over queries and layers.
         saturated: whether a state left its range, 0-d bool.
@@ -407,7 +407,8 @@ class HybridLM(nn.Module, Published):
         def listen(attention: Any, u: Tensor, selection: Any) -> None:
             # Of all queries but for padding, which selects none.
             count = selection.count.float()
-            counts.append(count.mean() if documents is None else count.sum() / (count > 0).sum())
+            some = None if documents is None else (count > 0).sum().clamp(min=1)
+            counts.append(count.mean() if some is None else count.sum() / some)
             if observe is not None:
                 observe(attention, u, selection)
 
@@ -429,6 +430,8 @@ class HybridLM(nn.Module, Published):
         context: dict[str, Any] = dict(given=most, observe=listen, documents=rest)
         delta, own = self.second.force(streams, tape=None, **context)
         second = self._cross_entropy((streams + delta).mean(-2), later)
+        # The mean over no token is no number, and documents may be of two tokens each.
+        second = torch.where((later != IGNORED).any(), second, 0.0)
         indexer = passed.aux if own is None else passed.aux + own
         total = following + self.config.second_weight * second + self.config.index_weight * indexer
         selected = torch.stack(counts).mean()

@@ -360,12 +360,7 @@ def test_run_of_before_that_names_no_rule_of_the_memory_goes_on_by_the_papers(tm
     later = {name: config.pop(name) for name in ("memory_rule", "memory_length", "memory_layers")}
     assert later == {"memory_rule": "paper", "memory_length": 100.0, "memory_layers": 2}
     file.write_text(json.dumps(config))
-    assert (
-        RunFolder(folder)
-        .load_checkpoint()["choices"]
-        .keys()
-        .isdisjoint(later)
-    )
+    assert RunFolder(folder).load_checkpoint()["choices"].keys().isdisjoint(later)
     continued = [run("generate", each, "--tokens", "12").stdout for each in (whole, folder)]
     assert continued[0] == continued[1]
     result = run("titan-mac", "--resume", folder)

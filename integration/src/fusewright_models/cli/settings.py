@@ -319,7 +319,10 @@ class TitanMACSettings(TextSettings):
     ]
     memory_layers: Annotated[int, of_model(min=1, help="Of a memory.")]
     memory_length: Annotated[
-        float, of_model(min=1.0, help="Tokens that a memory is meant for: it begins to forget so.")
+        float,
+        of_model(
+            min=1.0, help="Tokens, above 1, that a memory is meant for: it begins to forget so."
+        ),
     ]
     checkpointing: Annotated[
         WholeCheckpointing,

@@ -98,6 +98,7 @@ def check(lengths, tokens, options, backend="reference", dense=False, **config):
         assert_within(one.detach(), exact.detach(), Allowance.of(exact, *near))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("lengths", "mode"), [(EVEN, "exact"), (UNEVEN, "plain")], ids=["even-exact", "uneven-plain"]
 )
@@ -113,6 +114,7 @@ def test_recomputed_layers_have_documents_too():
     check(EVEN, drawn(EVEN), packed(EVEN), mode="plain", checkpointing="block")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("lengths", "side"),
     [(EVEN, "both"), (UNEVEN, "left"), (UNEVEN, "right")],

@@ -12,9 +12,9 @@ from fusewright_models.studies.far_recall import (
     Curriculum,
     FarPoint,
     FarTraining,
-    beside,
     draw,
     train_far_recall,
+    with_others,
 )
 from fusewright_models.studies.results import write
 
@@ -71,9 +71,9 @@ def test_rows_of_other_models_stay(tmp_path):
     first = points_of(SMALL)
     write(first, file, draw, number=".4f")
     other = [replace(point, seed=1) for point in first]
-    write(beside(other, file), file, draw, number=".4f")
+    write(with_others(other, file), file, draw, number=".4f")
     again = [replace(point, accuracy=0.5) for point in first]
-    rows = beside(again, file)
+    rows = with_others(again, file)
     assert [(row.seed, row.gap) for row in rows] == [(0, 5), (0, 20), (1, 5), (1, 20)]
     assert [row.accuracy for row in rows[:2]] == [0.5, 0.5]
     assert all(isinstance(row, FarPoint) for row in rows)

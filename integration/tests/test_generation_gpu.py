@@ -81,7 +81,7 @@ def test_hybrid_writes_the_same_by_drafts():
     config = replace(HYBRID["tiny"], vocab_size=5)
     model = HybridLM(config, backend="reference").double().cuda().eval()
     with torch.no_grad():
-        # Logits that tell words apart.
+        # Logits that are far apart.
         model.head.weight.mul_(20.0)
     prompts = [each % 5 for each in prompts_of(1, 9)]
     options = {"tokens": 24, "temperature": 0.0}

@@ -25,12 +25,12 @@ def test_gradients_stay_side_by_side_and_later_batches_are_added_there():
     unused = parameters.pop(1)
     held = HeldGradients([*parameters[:1], unused, *parameters[1:]], ALONE)
     # A gradient keeps the strides that autograd gave it.
-    turned = torch.randn(7, 5).mT
+    transposed = torch.randn(7, 5).mT
     for step in range(3):
         for p in parameters:
             p.grad = None
         drawn = [torch.randn_like(p) for p in parameters]
-        drawn[1] = turned
+        drawn[1] = transposed
         for number in range(2):
             sum((p * g).sum() for p, g in zip(parameters, drawn, strict=True)).backward()
             held.hold(first=number == 0)
@@ -100,14 +100,14 @@ def test_all_processes_begin_with_the_parameters_of_the_first():
     run_group(
         """
 model = torch.nn.BatchNorm1d(4)
-model.register_buffer("turned", torch.arange(6.0).view(2, 3).mT * (1 + processes.rank))
+model.register_buffer("transposed", torch.arange(6.0).view(2, 3).mT * (1 + processes.rank))
 with torch.no_grad():
     model.weight.add_(processes.rank)
     model.running_mean.add_(processes.rank)
 processes.same_(model)
 assert torch.equal(model.weight, torch.ones(4))
 assert torch.equal(model.running_mean, torch.zeros(4))
-assert torch.equal(model.turned, torch.arange(6.0).view(2, 3).mT)
+assert torch.equal(model.transposed, torch.arange(6.0).view(2, 3).mT)
 """,
         2,
     )

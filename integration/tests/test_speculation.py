@@ -131,7 +131,7 @@ def hybrid():
     torch.manual_seed(0)
     model = HybridLM(replace(HYBRID["tiny"], vocab_size=WORDS)).double().eval()
     with torch.no_grad():
-        # Logits that tell words apart.
+        # Logits that are far apart.
         model.head.weight.mul_(20.0)
     return model
 

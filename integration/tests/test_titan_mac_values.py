@@ -83,31 +83,31 @@ def plain_attention(
     def spread(rows: Tensor) -> Tensor:
         return rows.unflatten(-1, (config.heads, -1)).transpose(1, 2)
 
-    def turned(rows: Tensor) -> Tensor:
+    def rotated(rows: Tensor) -> Tensor:
         return plain_rotation(spread(rows), positions, config.rope_base)
 
     back = positions.unsqueeze(-1) - positions
     seen = (back >= 0) & (back < config.segment)
-    keys, values, masks = [turned(n @ w_k.T)], [spread(n @ w_v.T)], [seen]
+    keys, values, masks = [rotated(n @ w_k.T)], [spread(n @ w_v.T)], [seen]
     if h is not None:
-        keys, values = [turned(h @ w_k.T), *keys], [spread(h @ w_v.T), *values]
+        keys, values = [rotated(h @ w_k.T), *keys], [spread(h @ w_v.T), *values]
         masks = [seen, *masks]
     if attention.persistent is not None:
         p = attention.persistent.expand(len(n), -1, -1)
         keys, values = [spread(p @ w_k.T), *keys], [spread(p @ w_v.T), *values]
         masks = [seen.new_ones(len(seen), config.persistent), *masks]
     k, v, mask = torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, 1)
-    scores = turned(n @ w_q.T) @ k.mT * (config.dim / config.heads) ** -0.5
+    scores = rotated(n @ w_q.T) @ k.mT * (config.dim / config.heads) ** -0.5
     o = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
     return o.transpose(1, 2).flatten(-2)
 
 
 def plain_rotation(rows: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Pairs of columns i and i + D / 2 as complex numbers, turned by position / base^(2 i / D)."""
+    """Pairs of columns i and i + D / 2 as complex numbers, rotated by position / base^(2 i / D)."""
     half = rows.shape[-1] // 2
     angles = positions.double().unsqueeze(-1) * base ** -(torch.arange(half).double() / half)
-    turned = torch.complex(*rows.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat([turned.real, turned.imag], -1)
+    rotated = torch.complex(*rows.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([rotated.real, rotated.imag], -1)
 
 
 def test_model_equals_plain_model(titan_mac, draw_tokens, assert_same_but_for_rounding, kind):

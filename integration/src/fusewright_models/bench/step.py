@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..devices import wait_for
 from ..training.captured import uncollected
 
 STAGES = ("data", "fwd", "bwd", "optimizer")
@@ -157,11 +158,11 @@ class Step:
 
     def timed(self) -> Taken:
         """Take the step, the device waited for before and after it."""
-        self._synchronize()
+        wait_for(self.device)
         start = time.perf_counter()
         clock = Clock(self.device)
         loss = self.run(clock.mark)
-        self._synchronize()
+        wait_for(self.device)
         return Taken(1e3 * (time.perf_counter() - start), clock.between(), float(loss))
 
     def measure(self, seconds: float, loss: float, attention: str) -> Measurement:
@@ -179,10 +180,6 @@ class Step:
         while len(samples) < wanted:
             samples.append(self.timed())
         return Measurement.of(samples, self.device, loss=loss, attention=attention)
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 class Replayed:

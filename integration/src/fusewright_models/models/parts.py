@@ -54,7 +54,7 @@ class Relay:
         length = int(size)  # sync: what is to be received
         (told,) = self._received([((length,), torch.uint8)])
         # Of a process of the same program.
-        tree, shapes = pickle.loads(bytes(told.tolist()))
+        tree, shapes = pickle.loads(bytes(told.tolist()))  # sync: likewise
         tensors = self._received(shapes)
         return pytree.tree_map_only(Place, lambda place: tensors[place.number], tree)
 

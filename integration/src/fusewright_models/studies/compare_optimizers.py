@@ -37,7 +37,7 @@ from ..data import evaluate
 from ..devices import checked_device
 from ..text import evaluate_text
 from ..training import OPTIMIZER_NAMES, OptimizerName, Trainer, default_rate
-from .results import read, write
+from .results import rows_before, write
 
 ModelName = Literal["titan-mac", "transformer-np"]
 PRESETS: dict[ModelName, str] = {"titan-mac": "tiny", "transformer-np": "demo"}
@@ -265,8 +265,7 @@ def main(
             for rate in rates[each]:
                 subject.run(flags[each] | {"lr": rate})
             optimizer_of(subject.run(flags[each]), nn.Linear(1, 1, device=where))
-        before = read(Point, file) if file.exists() else None
-        kept = [point for point in before or () if point.optimizer not in chosen]
+        kept = [point for point in rows_before(Point, file) if point.optimizer not in chosen]
         if kept and (theirs := max(point.step for point in kept)) != steps:
             raise ValueError(
                 f"wanted runs of {steps} steps beside those of this comparison in {file}; got runs "

@@ -31,7 +31,7 @@ from ..models.titan_mac import TitanMAC, TitanMACConfig
 from ..text.recall import KeyValueRecall, RecallBatch, recall_accuracy
 from ..training import Trainer, TrainingConfig, torch_adamw
 from .recall import EVALUATION_SEED, environment
-from .results import read, write
+from .results import beside, rows_before, write
 
 SHAPE = TitanMACConfig(
     dim=128,
@@ -117,7 +117,6 @@ class Curriculum:
 
     def sample(self, batch: int) -> RecallBatch:
         if len(self.shares) == LOOKED_AT:
-            # sync: once for ten batches.
             if self.learned(MASTERED) and self.level + 1 < len(self.levels):
                 self.level += 1
                 self.shares.clear()
@@ -127,7 +126,9 @@ class Curriculum:
 
     def learned(self, share: float) -> bool:
         """Whether so many of the last answers were right."""
-        return len(self.shares) >= LOOKED_AT - 1 and float(torch.stack(self.shares).mean()) > share
+        if len(self.shares) < LOOKED_AT - 1:
+            return False
+        return float(torch.stack(self.shares).mean()) > share  # sync: which task comes next
 
     def finished(self) -> bool:
         """Whether the last level is learned."""
@@ -229,7 +230,7 @@ def weight_norm(model: TitanMAC, tokens: Tensor) -> float:
     _, state = model(tokens)
     layers = [layer for block in state.blocks for layer in block]
     norms = [layer.memory.weight_norm().mean() for layer in layers if layer.memory is not None]
-    return float(torch.stack(norms).mean()) if norms else math.nan
+    return float(torch.stack(norms).mean()) if norms else math.nan  # sync: the result
 
 
 def draw(points: list[FarPoint]) -> Figure:
@@ -288,7 +289,7 @@ def main(
             console=console,
         )
     file = out / f"far-recall-{environment(where)}.csv"
-    write(beside(points, file), file, draw, number=".4f")
+    write(with_others(points, file), file, draw, number=".4f")
     console.print(f"results in {file}", highlight=False, soft_wrap=True)
 
 
@@ -303,16 +304,14 @@ def shape_of(variant: Variant, rule: MemoryRule, length: float, *, memory: bool)
     )
 
 
-def beside(points: list[FarPoint], file: Path) -> list[FarPoint]:
+def with_others(points: list[FarPoint], file: Path) -> list[FarPoint]:
     """The rows, and those of other models that the file has."""
-    found = (read(FarPoint, file) if file.is_file() else None) or []
 
     def model(point: FarPoint) -> tuple[Any, ...]:
         return point.variant, point.memory_rule, point.memory_length, point.seed
 
-    new = {model(point) for point in points}
-    kept = [point for point in found if model(point) not in new]
-    return sorted([*kept, *points], key=lambda p: (*model(p), p.gap))
+    rows = beside(points, rows_before(FarPoint, file), model)
+    return sorted(rows, key=lambda p: (*model(p), p.gap))
 
 
 if __name__ == "__main__":

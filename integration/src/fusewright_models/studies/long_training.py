@@ -32,7 +32,7 @@ from ..text.windows import TextBatch
 from ..training import Trainer, TrainingConfig, torch_adamw
 from ..training.source import Told
 from .recall import environment
-from .results import read, write
+from .results import beside, rows_before, write
 
 BYTES = 256
 HELD_OUT, MOST_TOKENS = 1 << 16, 1 << 26
@@ -82,6 +82,10 @@ class LongPoint:
     inner_loss_first: float
     inner_loss_last: float
     skipped: int
+
+
+def training_of(point: LongPoint) -> tuple[int, int, str, int]:
+    return point.layers, point.tokens, point.memory_rule, point.seed
 
 
 class MemoryModel(nn.Module):
@@ -176,11 +180,11 @@ def train_long(
 
 def draw(points: list[LongPoint]) -> Figure:
     """A panel for each training: the inner loss at both ends of the sequences over the steps."""
-    kinds = list(dict.fromkeys((p.layers, p.tokens, p.memory_rule, p.seed) for p in points))
+    kinds = list(dict.fromkeys(map(training_of, points)))
     figure = Figure(figsize=(4.0 * len(kinds), 3.4), layout="constrained")
     (panels,) = figure.subplots(1, len(kinds), squeeze=False)
     for axes, kind in zip(panels, kinds, strict=True):
-        own = [p for p in points if (p.layers, p.tokens, p.memory_rule, p.seed) == kind]
+        own = [point for point in points if training_of(point) == kind]
         steps = [p.step for p in own]
         axes.plot(steps, [p.inner_loss_first for p in own], label="first eighth")
         axes.plot(steps, [p.inner_loss_last for p in own], label="last eighth")
@@ -225,10 +229,8 @@ def main(
         )
         points = train_long(training, device=where, backend=backend, console=console)
     file = out / f"long-training-{environment(where)}.csv"
-    found = (read(LongPoint, file) if file.is_file() else None) or []
-    own = layers, tokens, memory_rule, seed
-    others = [p for p in found if (p.layers, p.tokens, p.memory_rule, p.seed) != own]
-    write([*others, *points], file, draw, number=".5g")
+    rows = beside(points, rows_before(LongPoint, file), training_of)
+    write(rows, file, draw, number=".5g")
     console.print(f"results in {file}", highlight=False, soft_wrap=True)
 
 

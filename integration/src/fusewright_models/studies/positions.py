@@ -11,6 +11,7 @@ runs that the file has stay.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from ..text.evaluation import LanguageModel
 from ..text.windows import NOTHING
 from ..training import RunFolder
 from .recall import environment
-from .results import read, write
+from .results import beside, rows_before, write
 
 PIECE, NEAR, FAR = 4096, 4096, 28672
 
@@ -90,9 +91,9 @@ def piece_losses(
 
 def difference(points: list[PiecePoint]) -> tuple[float, float]:
     """The mean of far - near, nats, and its standard error."""
-    apart = torch.tensor([point.far_loss - point.near_loss for point in points]).double()
-    error = apart.std().item() / math.sqrt(len(apart)) if len(apart) > 1 else math.nan
-    return apart.mean().item(), error
+    apart = [point.far_loss - point.near_loss for point in points]
+    error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else math.nan
+    return statistics.mean(apart), error
 
 
 def draw(points: list[PiecePoint]) -> Figure:
@@ -139,9 +140,8 @@ def main(
                 for start, *losses in piece_losses(scored, corpus.held_out, **sizes)
             ]
     file = out / f"positions-{environment(where)}.csv"
-    found = (read(PiecePoint, file) if file.is_file() else None) or []
-    others = [point for point in found if point.run != run.name]
-    write([*others, *points], file, draw, number=".5f")
+    rows = beside(points, rows_before(PiecePoint, file), lambda point: point.run)
+    write(rows, file, draw, number=".5f")
     mean, error = difference(points)
     console.print(
         f"{len(points)} pieces, far - near: {mean:+.5f} nats, standard error {error:.5f}; "

@@ -21,7 +21,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from fusewright.norm import warm_up
 from matplotlib.figure import Figure
@@ -33,7 +32,7 @@ from ..cli.export import export_run
 from ..cli.transformer_np import TransformerNPRun, negative_log_likelihood, train_transformer_np
 from ..data import DrawnAhead, PriorTasks
 from ..data.prior.tasks import TARGETS
-from ..devices import checked_device
+from ..devices import checked_device, wait_for
 from ..training import RunFolder, Trainer
 from .results import write
 
@@ -125,16 +124,11 @@ def _timed(run: TransformerNPRun, sampler: OneSize) -> float:
             *(batch.context_lengths, batch.target_lengths),
         )
     trainer.run(until=WARM)
-    _wait(trainer.device)
+    wait_for(trainer.device)
     start = time.perf_counter()
     trainer.run(until=WARM + TIMED)
-    _wait(trainer.device)
+    wait_for(trainer.device)
     return (time.perf_counter() - start) / TIMED
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # sync: the host takes the time
 
 
 def steps_within(seconds: float, of_a_step: float) -> float:

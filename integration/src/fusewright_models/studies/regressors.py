@@ -32,7 +32,7 @@ from ..bench.results import environment_name
 from ..cli.commands import usage_errors
 from .regression_data import SPLITS, Split, data_sets
 from .regression_peers import OURS, PEERS, Ours, Said
-from .results import read, write
+from .results import beside, rows_before, write
 
 FORMATS = {"rmse": ".5g", "log_likelihood": ".4f", "coverage_90": ".3f", "seconds": ".3f"}
 
@@ -193,12 +193,12 @@ def draw(scores: list[Score]) -> Figure:
 def merged(before: list[Score], after: list[Score], order: list[str]) -> list[Score]:
     """All of them, each as it was measured last, by data set, split and model."""
     models = [OURS, *PEERS]
-    by_key = {(each.data, each.split, each.model): each for each in [*before, *after]}
+    scores = beside(after, before, lambda each: (each.data, each.split, each.model))
 
     def place(each: Score) -> tuple[int, int, int]:
         return order.index(each.data), each.split, models.index(each.model)
 
-    return sorted((each for each in by_key.values() if each.data in order), key=place)
+    return sorted((each for each in scores if each.data in order), key=place)
 
 
 def main(
@@ -221,7 +221,7 @@ def main(
         if not chosen:
             raise ValueError(f"data sets are {', '.join(known)}; got {only}")
     file = out / f"regressors-{environment_name(torch.device('cpu'))}.csv"
-    scores = (read(Score, file) if file.exists() else None) or []
+    scores = rows_before(Score, file)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -28,6 +28,20 @@ def read(kind: type[RowT], file: Path) -> list[RowT] | None:
         if reader.fieldnames != columns(kind) or not rows:
             return None
     return [kind(**{name: numbers.get(name, str)(x) for name, x in row.items()}) for row in rows]
+
+
+def rows_before(kind: type[RowT], file: Path) -> list[RowT]:
+    """The rows of a file that need not be there; none where `read` has none."""
+    return (read(kind, file) if file.is_file() else None) or []
+
+
+def beside(
+    rows: Iterable[RowT], before: Iterable[RowT], identity: Callable[[RowT], Hashable]
+) -> list[RowT]:
+    """The rows, behind those from before, but for those of the same identity."""
+    rows = list(rows)
+    replaced = {identity(row) for row in rows}
+    return [*(row for row in before if identity(row) not in replaced), *rows]
 
 
 def write(

@@ -120,10 +120,10 @@ def generate(
         begun = time.perf_counter()
         drawing = _Drawing(model, together, sampling)
         wait_for(rows[0].device)
-        turned = time.perf_counter()
+        read_at = time.perf_counter()
         found |= zip(places, drawing.until(texts), strict=True)
-        read, reading = read + drawing.first * len(places), reading + turned - begun
-        writing += time.perf_counter() - turned
+        read, reading = read + drawing.first * len(places), reading + read_at - begun
+        writing += time.perf_counter() - read_at
     return Generated([found[place] for place in range(len(rows))], read, reading, writing)
 
 

@@ -85,9 +85,9 @@ def speculate(
         begun = time.perf_counter()
         speculation = _Speculation(model, row.unsqueeze(0), sampling)
         wait_for(row.device)
-        turned = time.perf_counter()
+        read_at = time.perf_counter()
         found.append(speculation.until(Texts([row], tokens, ends, enough)))
-        reading, writing = reading + turned - begun, writing + time.perf_counter() - turned
+        reading, writing = reading + read_at - begun, writing + time.perf_counter() - read_at
         drafted, accepted = drafted + speculation.drafted, accepted + speculation.accepted
     return Generated(found, sum(map(len, rows)), reading, writing, drafted, accepted)
 

@@ -63,12 +63,12 @@ class Attention(nn.Module):
         )
 
     def queries(self, n: Tensor, rotation: Rotation) -> Tensor:
-        """Of ``n [B, T, d]``: ``[B, T, H, D]``, turned."""
+        """Of ``n [B, T, d]``: ``[B, T, H, D]``, rotated."""
         rows = self.query(n).unflatten(-1, (1, self.heads, -1))
         return rotation.of(rows, backend=self.backend).squeeze(2)
 
     def keys_values(self, n: Tensor) -> Tensor:
-        """Of ``n [.., T, d]``: ``[.., T, 2, H, D]``, not turned."""
+        """Of ``n [.., T, d]``: ``[.., T, 2, H, D]``, not rotated."""
         return self.key_value(n).unflatten(-1, (2, self.heads, -1))
 
     def persistent_rows(self) -> Tensor | None:
@@ -84,8 +84,8 @@ class Attention(nn.Module):
         past: Tensor | None,
     ) -> Tensor:
         """Keys and values in the order in which they are seen, ``[B, n, 2, H, D]``: persistent
-        ones, those of the past, which are turned already, and those of the tokens, turned, each
-        before the one ``beside`` it.
+        ones, those of the past, which are rotated already, and those of the tokens, rotated,
+        each before the one ``beside`` it.
         """
         prefix = persistent
         if past is not None:
@@ -348,10 +348,7 @@ def last(past: Tensor | None, rows: Tensor, count: int) -> Tensor:
 
 def make_memory(config: TitanMACConfig, backend: Backend) -> NeuralMemory:
     """The memory of one block."""
-    options: dict[str, Any] = {
-        "chunk": config.memory_chunk,
-        "convolution": config.convolution,
-    }
+    options: dict[str, Any] = {"chunk": config.memory_chunk, "convolution": config.convolution}
     if config.memory_rule != "normed":
         options |= {"forget": "zero", "residual_norm": False}
     if config.memory_rule == "origin":

@@ -32,8 +32,8 @@ class Rotation(NamedTuple):
         return cls(angles.cos().to(dtype), angles.sin().to(dtype))
 
     def of(self, rows: Tensor, **options: Any) -> Tensor:
-        """``rows [B, T, 1 or 2, H, D]``, queries alone or keys and values, turned; the options are
-        those of ``rotary``.
+        """``rows [B, T, 1 or 2, H, D]``, queries alone or keys and values, rotated; the options
+        are those of ``rotary``.
         """
         return rotary(rows, self.cos, self.sin, **options)
 

@@ -13,6 +13,7 @@ import torch
 
 Tensor = torch.Tensor
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int32, torch.int64)
 
 
 def check_floating(name: str, tensor: Tensor) -> None:
@@ -24,6 +25,21 @@ def check_floating(name: str, tensor: Tensor) -> None:
     # A call less for each operand of a small kernel.
     if tensor.layout is not torch.strided or tensor.is_nested:
         check_strided(name, tensor)
+
+
+def check_integers(name: str, tensor: Tensor) -> None:
+    """A tensor of int32 or int64."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in INTEGERS:
+        raise TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
+
+
+def check_bool(name: str, tensor: Tensor) -> None:
+    """A tensor of bool."""
+    if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
+        kind = getattr(tensor, "dtype", type(tensor).__name__)
+        raise TypeError(f"{name} must be a bool tensor, got {kind}")
 
 
 def check_strided(name: str, tensor: Tensor) -> None:
@@ -55,6 +71,24 @@ def check_same(name: str, tensor: Tensor, other_name: str, other: Tensor) -> Non
         check_dtype(name, tensor, other_name, other)
     if tensor.device != other.device:
         check_device(name, tensor, other_name, other)
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
+    """cu_seqlens [N + 1] must be integers, and q one row."""
+    check_integers("cu_seqlens", cu_seqlens)
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2:
+        raise ValueError(f"cu_seqlens must be [N + 1] with N at least 1, got {cu_seqlens.shape}")
+    if q.shape[0] != 1:
+        raise ValueError(f"with cu_seqlens q must have one row, B = 1, got {tuple(q.shape)}")
+    check_device("cu_seqlens", cu_seqlens, "q", q)
+
+
+def check_mask(mask: Tensor, x: Tensor) -> None:
+    """mask must be [B, T], bool, of the tokens of x."""
+    check_bool("mask", mask)
+    if mask.shape != x.shape[:2]:
+        raise ValueError(f"mask must be [B, T] = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
+    check_device("mask", mask, "x", x)
 
 
 def check_option(name: str, value: str, options: Sequence[str]) -> None:

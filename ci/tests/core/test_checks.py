@@ -12,6 +12,7 @@ from fusewright.example._core import checks, precision
 
 META = torch.device("meta")
 X = torch.ones(2, 3)
+BOUNDS = torch.tensor([0, 2])
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,15 @@ X = torch.ones(2, 3)
         (lambda: checks.check_floating("x", 3), TypeError, "x must be a tensor, got int"),
         (lambda: checks.check_floating("x", X.int()), TypeError, "x must be float32, .* got .*int"),
         (lambda: checks.check_floating("x", X.to_sparse()), TypeError, "strided tensor, got lay"),
+        (lambda: checks.check_integers("x", [1]), TypeError, "x must be a tensor, got list"),
+        (lambda: checks.check_integers("x", X), TypeError, "int32 or int64, got torch.float32"),
+        (lambda: checks.check_integers("x", X.bool()), TypeError, "int32 or int64, got torch.bool"),
+        (lambda: checks.check_bool("x", [True]), TypeError, "x must be a bool tensor, got list"),
+        (
+            lambda: checks.check_bool("x", X),
+            TypeError,
+            "x must be a bool tensor, got torch.float32",
+        ),
         (
             lambda: checks.check_strided("x", torch.nested.nested_tensor([X])),
             TypeError,
@@ -42,6 +52,49 @@ X = torch.ones(2, 3)
         ),
         (lambda: checks.check_same("y", X.half(), "x", X), ValueError, "x's dtype"),
         (lambda: checks.check_same("y", X.to(META), "x", X), ValueError, "x's device"),
+        (
+            lambda: checks.check_cu_seqlens([0, 2], X[None]),
+            TypeError,
+            "cu_seqlens must be a tensor, got list",
+        ),
+        (
+            lambda: checks.check_cu_seqlens(BOUNDS.float(), X[None]),
+            TypeError,
+            "cu_seqlens must be int32 or int64, got torch.float32",
+        ),
+        *(
+            (
+                lambda bounds=bounds: checks.check_cu_seqlens(bounds, X[None]),
+                ValueError,
+                r"cu_seqlens must be \[N \+ 1\] with N at least 1, got torch.Size",
+            )
+            for bounds in (BOUNDS[:1], BOUNDS[None])
+        ),
+        (
+            lambda: checks.check_cu_seqlens(BOUNDS, X),
+            ValueError,
+            r"with cu_seqlens q must have one row, B = 1, got \(2, 3\)",
+        ),
+        (
+            lambda: checks.check_cu_seqlens(BOUNDS.to(META), X[None]),
+            ValueError,
+            "cu_seqlens must be on q's device cpu, got meta",
+        ),
+        (
+            lambda: checks.check_mask(X, X[..., None]),
+            TypeError,
+            "mask must be a bool tensor, got torch.float32",
+        ),
+        (
+            lambda: checks.check_mask(X.T > 0, X[..., None]),
+            ValueError,
+            r"mask must be \[B, T\] = \(2, 3\), got \(3, 2\)",
+        ),
+        (
+            lambda: checks.check_mask(X.to(META) > 0, X[..., None]),
+            ValueError,
+            "mask must be on x's device cpu, got meta",
+        ),
         (
             lambda: checks.check_option("mode", "c", ("a", "b")),
             ValueError,
@@ -74,6 +127,9 @@ def test_what_was_wanted_and_what_came(check, error, message):
 def test_good_arguments_pass():
     checks.check_same("y", X, "x", X)
     checks.check_option("mode", "a", ("a", "b"))
+    for dtype in (torch.int32, torch.int64):
+        checks.check_cu_seqlens(BOUNDS.to(dtype), X[None])
+    checks.check_mask(X > 0, X[..., None])
     assert checks.checked_number("eps", 1, lowest=1.0, highest=1.0) == 1.0
     assert type(checks.checked_number("eps", 1)) is float
     assert math.isnan(checks.checked_real("eps", math.nan))

@@ -10,6 +10,7 @@ from .._core.checks import (
     check_device,
     check_dtype,
     check_floating,
+    check_integers,
     check_strided,
     checked_number,
 )
@@ -17,7 +18,6 @@ from .._core.precision import autocasts
 
 WIDTH_MULTIPLE = 8
 MAX_WIDTH = 256
-LENGTHS = (torch.int32, torch.int64)
 # The kernels take it in fp32, times log2(e).
 LOWEST_SCALE = torch.finfo(torch.float32).tiny
 HIGHEST_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
@@ -114,9 +114,6 @@ def check_documents(cu_seqlens: Tensor, q: Tensor) -> None:
 
 def check_whole_numbers(name: str, numbers: Tensor, q: Tensor) -> None:
     """A strided tensor of int32 or int64, on q's device."""
-    if not isinstance(numbers, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(numbers).__name__}")
-    if numbers.dtype not in LENGTHS:
-        raise TypeError(f"{name} must be int32 or int64, got {numbers.dtype}")
+    check_integers(name, numbers)
     check_strided(name, numbers)
     check_device(name, numbers, "q", q)

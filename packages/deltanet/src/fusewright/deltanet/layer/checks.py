@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .._core.checks import check_device, check_floating, checked_count
+from .._core.checks import check_floating, check_mask, checked_count
 
 Tensor = torch.Tensor
 
@@ -32,11 +32,5 @@ def check_tokens(x: Tensor, mask: Tensor | None, hidden_size: int) -> None:
     check_floating("x", x)
     if x.ndim != 3 or x.shape[-1] != hidden_size:
         raise ValueError(f"x must be [B, T, {hidden_size}], got {tuple(x.shape)}")
-    if mask is None:
-        return
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        dtype = getattr(mask, "dtype", type(mask).__name__)
-        raise TypeError(f"mask must be a bool tensor, got {dtype}")
-    if mask.shape != x.shape[:2]:
-        raise ValueError(f"mask must be [B, T] = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
-    check_device("mask", mask, "x", x)
+    if mask is not None:
+        check_mask(mask, x)

@@ -22,13 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .._core.checks import check_option
+from .._core.checks import check_cu_seqlens, check_option
 from .._core.linears import linears_of
 from .._core.precision import wide
 from ..common.unit_length import unit_length
 from ..convolution.short_convolution import ShortConvolution
 from ..gated_norm.gated_norm import GatedRMSNorm
-from ..rule.checks import check_lengths
 from ..rule.gated_delta_rule import BACKENDS, RESIDUALS, Backend, Residual, gated_delta_rule
 from ..rule.gated_delta_rule_step import gated_delta_rule_step
 from .checks import check_sizes, check_tokens
@@ -183,7 +182,7 @@ class GatedDeltaNet(nn.Module):
         """
         check_tokens(x, mask, self.hidden_size)
         if cu_seqlens is not None:
-            check_lengths(cu_seqlens, x)
+            check_cu_seqlens(cu_seqlens, x)
         return self.run(x, mask, cu_seqlens, None)[0]
 
     def decode(

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from .._core.checks import check_device, check_dtype, check_floating, checked_number
+from .._core.checks import (
+    check_cu_seqlens,
+    check_device,
+    check_dtype,
+    check_floating,
+    checked_number,
+)
 from .._core.precision import wide_dtype
 
 Tensor = torch.Tensor
-LENGTHS = (torch.int32, torch.int64)
 
 
 def check_rule(
@@ -27,23 +32,10 @@ def check_rule(
         check_gate(name, x, v, "B, T, HV")
     sequences = q.shape[0]
     if cu_seqlens is not None:
-        check_lengths(cu_seqlens, q)
+        check_cu_seqlens(cu_seqlens, q)
         sequences = cu_seqlens.numel() - 1
     if state is not None:
         check_state("initial_state", state, q, v, sequences)
-
-
-def check_lengths(cu_seqlens: Tensor, q: Tensor) -> None:
-    """cu_seqlens [N + 1] must be integers, and q one row."""
-    if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"cu_seqlens must be a tensor, got {type(cu_seqlens).__name__}")
-    if cu_seqlens.dtype not in LENGTHS:
-        raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
-    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2:
-        raise ValueError(f"cu_seqlens must be [N + 1] with N at least 1, got {cu_seqlens.shape}")
-    if q.shape[0] != 1:
-        raise ValueError(f"with cu_seqlens q must have one row, B = 1, got {tuple(q.shape)}")
-    check_device("cu_seqlens", cu_seqlens, "q", q)
 
 
 def check_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> None:

@@ -13,6 +13,7 @@ from .._core.checks import (
     FLOATING,
     check_device,
     check_floating,
+    check_integers,
     check_option,
     check_strided,
     checked_count,
@@ -21,7 +22,6 @@ from .._core.checks import (
 
 Tensor = torch.Tensor
 MAX_WIDTH = 256
-INDICES = (torch.int32, torch.int64)
 Law = Literal["inverse", "proportional", "entropy", "fixed"]
 LAWS = get_args(Law)
 Form = Literal["gated", "relu"]
@@ -128,10 +128,7 @@ def check_like_indices(name: str, x: Tensor, shape: torch.Size, q: Tensor) -> No
 
 def check_whole_numbers(name: str, x: Tensor) -> None:
     """A strided tensor of int32 or int64."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if x.dtype not in INDICES:
-        raise TypeError(f"{name} must be int32 or int64, got {x.dtype}")
+    check_integers(name, x)
     check_strided(name, x)
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from .._core.checks import check_device
-from .checks import INDICES
+from .._core.checks import check_cu_seqlens, check_device, check_integers
 
 Tensor = torch.Tensor
 
@@ -22,32 +21,16 @@ def checked_ranges(
     if cu_seqlens is not None:
         if key_ranges is not None:
             raise ValueError("one of cu_seqlens and key_ranges must be given, got both")
-        check_lengths(cu_seqlens, q)
+        check_cu_seqlens(cu_seqlens, q)
         return ranges_of_documents(cu_seqlens, q.shape[1], keys, q_offset)
     if key_ranges is None:
         return None
-    if not isinstance(key_ranges, Tensor):
-        raise TypeError(f"key_ranges must be a tensor, got {type(key_ranges).__name__}")
-    if key_ranges.dtype not in INDICES:
-        raise TypeError(f"key_ranges must be int32 or int64, got {key_ranges.dtype}")
+    check_integers("key_ranges", key_ranges)
     wanted = (*q.shape[:2], 2)
     if tuple(key_ranges.shape) != wanted:
         raise ValueError(f"key_ranges must have shape {wanted}, got {tuple(key_ranges.shape)}")
     check_device("key_ranges", key_ranges, "q", q)
     return key_ranges.clamp(0, keys).int().contiguous()
-
-
-def check_lengths(cu_seqlens: Tensor, q: Tensor) -> None:
-    """cu_seqlens [N + 1] must be integers, and q one row."""
-    if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"cu_seqlens must be a tensor, got {type(cu_seqlens).__name__}")
-    if cu_seqlens.dtype not in INDICES:
-        raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
-    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2:
-        raise ValueError(f"cu_seqlens must be [N + 1] with N at least 1, got {cu_seqlens.shape}")
-    if q.shape[0] != 1:
-        raise ValueError(f"with cu_seqlens q must have one row, B = 1, got {tuple(q.shape)}")
-    check_device("cu_seqlens", cu_seqlens, "q", q)
 
 
 def ranges_of_documents(cu_seqlens: Tensor, rows: int, keys: int, first_row: int) -> Tensor:

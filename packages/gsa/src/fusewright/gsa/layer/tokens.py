@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .._core.checks import check_device
-from ..common.ranges import check_lengths, ranges_of_documents
+from .._core.checks import check_cu_seqlens, check_mask
+from ..common.ranges import ranges_of_documents
 
 Tensor = torch.Tensor
 
@@ -19,17 +19,7 @@ def check_tokens(
     if mask is not None:
         check_mask(mask, x)
     if cu_seqlens is not None:
-        check_lengths(cu_seqlens, x)
-
-
-def check_mask(mask: Tensor, x: Tensor) -> None:
-    """mask must be [B, T], bool."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        dtype = getattr(mask, "dtype", type(mask).__name__)
-        raise TypeError(f"mask must be a bool tensor, got {dtype}")
-    if mask.shape != x.shape[:2]:
-        raise ValueError(f"mask must be [B, T] = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
-    check_device("mask", mask, "x", x)
+        check_cu_seqlens(cu_seqlens, x)
 
 
 def ranges_of_tokens(

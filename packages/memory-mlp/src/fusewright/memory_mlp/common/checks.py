@@ -46,12 +46,6 @@ def check_heads(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must be [B, T, heads, D] with D at least 1, got {tuple(x.shape)}")
 
 
-def check_bool(name: str, mask: Tensor) -> None:
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        kind = getattr(mask, "dtype", type(mask).__name__)
-        raise TypeError(f"{name} must be a bool tensor, got {kind}")
-
-
 def check_switch(name: str, value: bool) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, got {type(value).__name__}")

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from .._core.backends import check_backend
-from .._core.checks import check_floating, check_option, checked_count
+from .._core.checks import check_bool, check_floating, check_option, checked_count
 from .._core.precision import autocasts
 from ..common.checks import (
     ACTIVATION_NAMES,
     READS,
     REDUCTIONS,
-    check_bool,
     check_switch,
     checked_positive,
 )

@@ -45,6 +45,7 @@ import torch
 from .._core.backends import Backend, decline, uses_triton
 from .._core.checks import (
     FLOATING,
+    check_bool,
     check_device,
     check_floating,
     check_option,
@@ -57,7 +58,6 @@ from ..common.checks import (
     ACTIVATION_NAMES,
     READS,
     are_plain,
-    check_bool,
     check_heads,
     check_switch,
     checked_positive,

@@ -12,13 +12,12 @@ from __future__ import annotations
 import torch
 
 from .._core.backends import Backend, uses_triton
-from .._core.checks import check_device, check_dtype, check_floating
+from .._core.checks import check_device, check_dtype, check_floating, check_integers
 from .._core.precision import autocasts, run_cast
 from .._core.registration import Derivative, Op, empty_grad
 from . import launch, reference
 
 Tensor = torch.Tensor
-INDICES = (torch.int32, torch.int64)
 
 
 def _forward_fake(x, weight, ends):
@@ -103,10 +102,7 @@ def check_groups(x: Tensor, weight: Tensor, ends: Tensor) -> None:
     """Raise where the operands are none, or do not fit one another."""
     check_floating("x", x)
     check_floating("weight", weight)
-    if not isinstance(ends, Tensor):
-        raise TypeError(f"ends must be a tensor, got {type(ends).__name__}")
-    if ends.dtype not in INDICES:
-        raise TypeError(f"ends must be int32 or int64, got {ends.dtype}")
+    check_integers("ends", ends)
     if x.ndim == 0:
         raise ValueError("x must have at least one axis, got a number")
     if weight.ndim != 3 or weight.shape[-1] != x.shape[-1]:

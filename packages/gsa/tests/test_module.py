@@ -41,8 +41,8 @@ def by_hand(layer, x, counted):
     )
     step = torch.arange(layer.head_width // 2, dtype=F64, device=x.device) * 2 / layer.head_width
     angle = torch.arange(x.shape[1], device=x.device)[:, None, None] / layer.rope_base**step
-    turn = torch.polar(torch.ones_like(angle), angle)
-    q, k = (torch.complex(*z.chunk(2, -1)) * turn for z in (q, k))
+    phases = torch.polar(torch.ones_like(angle), angle)
+    q, k = (torch.complex(*z.chunk(2, -1)) * phases for z in (q, k))
     group = layer.heads // layer.key_heads
     k, v = (z.repeat_interleave(group, 2) for z in (k, v * gate.sigmoid()))
     scores = torch.einsum("bthd,bshd->bhts", q, k.conj()).real / math.sqrt(layer.head_width)
@@ -180,13 +180,13 @@ def relu_index(layer, x):
     k = (k * layer.index_norm.weight + layer.index_norm.bias)[:, :, None]
     step = torch.arange(2, dtype=F64) * 2 / 4
     angle = torch.arange(x.shape[1])[:, None, None] / layer.rope_base**step
-    turn = torch.polar(torch.ones_like(angle), angle)
+    phases = torch.polar(torch.ones_like(angle), angle)
 
-    def turned(z):
-        first = torch.complex(*z[..., :4].chunk(2, -1)) * turn
+    def first_rotated(z):
+        first = torch.complex(*z[..., :4].chunk(2, -1)) * phases
         return torch.cat([first.real, first.imag, z[..., 4:]], -1)
 
-    products = torch.einsum("bthd,bshd->bths", turned(q), turned(k).expand_as(q))
+    products = torch.einsum("bthd,bshd->bths", first_rotated(q), first_rotated(k).expand_as(q))
     weights = layer.index_w(x) * layer.index_heads**-0.5 * layer.index_width**-0.5
     return (weights[..., None] * products.relu()).sum(2)
 

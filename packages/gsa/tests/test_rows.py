@@ -83,9 +83,9 @@ def test_scores_of_either_sign_are_selected_from_exactly(
     search, count, sinks, window, signs, device
 ):
     rows = torch.stack(list(ROWS.values()))
-    turned = torch.ones(KEYS) > 0 if signs == "all" else NUMBER % 3 == 1
+    negated = torch.ones(KEYS) > 0 if signs == "all" else NUMBER % 3 == 1
     # Adding zero leaves no zero of its own sign, of which scores have none.
-    hold(torch.where(turned, -rows, rows).to(device) + 0.0, count, sinks, window, signed=True)
+    hold(torch.where(negated, -rows, rows).to(device) + 0.0, count, sinks, window, signed=True)
 
 
 @pytest.mark.sampled

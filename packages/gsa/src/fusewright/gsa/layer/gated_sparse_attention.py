@@ -313,7 +313,8 @@ class GatedSparseAttention(nn.Module):
             most = x.shape[1]
             if max_seqlen is not None:
                 most = min(most, checked_count("max_seqlen", max_seqlen))
-            y = self.decode(*sequences_of(x, cu_seqlens, most, cache))
+            rows, mask = sequences_of(x, cu_seqlens, most, cache)
+            y = self.decode(rows, cache, mask)
             return tokens_of(y, cu_seqlens, x.shape[1])
         position: int | Tensor = cache.length
         places, ranges, hidden = None, None, None

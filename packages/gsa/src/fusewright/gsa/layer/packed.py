@@ -12,9 +12,9 @@ Tensor = torch.Tensor
 
 def sequences_of(
     x: Tensor, cu_seqlens: Tensor, most: int, cache: KeyCache
-) -> tuple[Tensor, KeyCache, Tensor]:
-    """Of tokens ``[1, T, C]`` those of each sequence, ``[B, most, C]``; the cache; and the mask of
-    padding, which stands behind the tokens.
+) -> tuple[Tensor, Tensor]:
+    """Of tokens ``[1, T, C]`` those of each sequence of the cache, ``[B, most, C]``; and the mask
+    of padding, which stands behind the tokens.
     """
     if cu_seqlens.numel() - 1 != cache.batches:
         raise ValueError(
@@ -25,7 +25,7 @@ def sequences_of(
     token = bounds[:-1] + torch.arange(most, device=x.device)
     mask = token < bounds[1:]
     found = x[0].index_select(0, token.clamp(max=x.shape[1] - 1).flatten())
-    return found.view(*token.shape, x.shape[-1]), cache, mask
+    return found.view(*token.shape, x.shape[-1]), mask
 
 
 def tokens_of(y: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:

@@ -62,8 +62,7 @@ def sums_before(x, RUNS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def store_chosen(out, keys_ptr, chosen, start, items, CONFIG: tl.constexpr):
     """Store the keys of those chosen, 1 or 0 for each number from ``start`` on, one behind the
-    other, and return how many they are. A key is its number, or what a
-    list of keys holds there.
+    other, and return how many they are. A key is its number, or what a list of keys holds there.
     """
     RUNS: tl.constexpr = CONFIG.RUNS
     FOURS: tl.constexpr = CONFIG.BLOCK // 4

@@ -19,7 +19,7 @@ LEAST = tl.constexpr(-0x80000000)
 @triton.jit
 def to_image(x, CONFIG: tl.constexpr):
     """The bits of a score that is not negative, taken for an integer, are in the scores' order; of
-    others the rest of the bits is turned over.
+    others all bits but the sign are flipped.
     """
     image = x.to(tl.int32, bitcast=True)
     if CONFIG.SIGNED:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from fusewright.memory_mlp import NeuralMemory
 
-from .operations import GatedOp, InputOp, ReadOp, ScanOp, UpdateOp
+from .operations import GatedOp, InputOp, ReadOp, UpdateOp
+from .operations_scan import ScanOp
 
 # Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
 torch.set_num_threads(1)

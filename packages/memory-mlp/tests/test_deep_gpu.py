@@ -6,7 +6,7 @@ import pytest
 import torch
 from fusewright_testkit.conformance import everything, same_bits
 
-from .operations import DeepOp
+from .operations_scan import DeepOp
 
 pytestmark = pytest.mark.gpu
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

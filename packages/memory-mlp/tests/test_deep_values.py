@@ -10,7 +10,7 @@ from fusewright.memory_mlp.scan import launch_deep_backward, reference
 from fusewright.memory_mlp.scan.deep_scan import deep_memory_scan
 
 from .compared import assert_same_but_for_rounding
-from .operations import DeepOp
+from .operations_scan import DeepOp
 
 F32, F16, F64 = torch.float32, torch.float16, torch.float64
 RESTED = dict(rests=True, masked=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fusewright.memory_mlp import MemoryWeights, NeuralMemory, memory_scan
 from fusewright.memory_mlp.common.weights import pack, pack_weights
-from fusewright.memory_mlp.scan import reference
+from fusewright.memory_mlp.scan import reference, reference_packed
 from fusewright.memory_mlp.scan.deep_scan import deep_memory_scan
 from fusewright_testkit.conformance import same_bits
 
@@ -159,12 +159,12 @@ def amid(op, tensors):
     form = (options[name] for name in ("chunk", "activation", "read"))
     given = None, resting, state[1].shape[-1], *form, op.options.get("residual_norm", False)
     operands = q, k, v, packed, alpha, eta, theta, *given
-    norms = 1e-9 / reference.packed_clipped_scan(*operands, 1e-9)[4].flatten()
+    norms = 1e-9 / reference_packed.packed_clipped_scan(*operands, 1e-9)[4].flatten()
     some = norms.sort().values[len(norms) // 3 : len(norms) * 2 // 3 + 1]
     widest = (some[1:] / some[:-1]).argmax()
     limit = some[widest : widest + 2].prod().sqrt().item()
     # Those of later chunks depend on it.
-    factors = reference.packed_clipped_scan(*operands, limit)[4]
+    factors = reference_packed.packed_clipped_scan(*operands, limit)[4]
     assert 0.2 < (factors < 1.0).double().mean() < 0.8
     return limit
 

@@ -7,7 +7,7 @@ import torch
 from fusewright_testkit import Yardstick, transforms
 from fusewright_testkit.conformance import everything, same_bits
 
-from .operations import RestOp
+from .operations_scan import RestOp
 from .test_scan_clip import amid
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ from fusewright.memory_mlp import MemoryWeights, NeuralMemory, memory_read, memo
 from fusewright.memory_mlp.scan import reference
 
 from .compared import assert_same_but_for_rounding
-from .operations import RestOp, ScanOp
+from .operations_scan import RestOp, ScanOp
 from .test_scan_clip import amid
 from .test_scan_values import masked_out
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fusewright.memory_mlp import MemoryWeights, memory_scan
 from fusewright.memory_mlp.common.weights import pack, unpack
-from fusewright.memory_mlp.scan import reference
+from fusewright.memory_mlp.scan import reference, reference_packed
 from fusewright_testkit import Yardstick
 from fusewright_testkit.conformance import same_bits
 
@@ -220,12 +220,12 @@ def test_backward_pass_chunk_by_chunk_is_autograds(scan_op, masked, read):
     assert same_bits([x for half in unpack(packed, 5, 3) for x in half], state)
     leaves = [x.requires_grad_() for x in (q, k, v, packed, alpha, eta, theta)]
     options = mask, None, 5, 3, "silu", read, False
-    y, end, *_ = reference.packed_scan(*leaves, *options)
+    y, end, *_ = reference_packed.packed_scan(*leaves, *options)
     dy, dend = torch.randn_like(y), torch.randn_like(end)
     truth = torch.autograd.grad((y, end), leaves, (dy, dend))
     detached = [x.detach() for x in leaves]
     assert_same_but_for_rounding(
-        reference.packed_scan_backward(dy, dend, *detached, *options)[:-1], truth
+        reference_packed.packed_scan_backward(dy, dend, *detached, *options)[:-1], truth
     )
 
 

@@ -47,6 +47,7 @@ from .memory_state import (
 from .steps import (
     Forget,
     Granularity,
+    Memory,
     Read,
     Reduction,
     Rules,
@@ -325,8 +326,8 @@ class NeuralMemory(nn.Module):
         rest = self.rest()
         if self.outer_grad == "none":
             state, writes = detached(state), writes.map(Tensor.detach)
-        memory = state.weights, state.momentum, rest
-        steps = run_steps(self.rules, q, writes, *memory, state.tail)
+        memory = Memory(state.weights, state.momentum, rest)
+        steps = run_steps(self.rules, q, writes, memory, state.tail)
         kept = writes.written if fine is None else writes.written & fine.unsqueeze(-1)
         # Masked tokens are not written, and not counted as skipped.
         skipped, *counters = counted_tokens(
@@ -377,8 +378,8 @@ class NeuralMemory(nn.Module):
             before, _ = finite_tokens(before, None, backend=backend)
         if self.outer_grad == "none":
             state = detached(state)
-        memory = state.weights, state.momentum, self.rest()
-        weights = weights_at_end(self.rules, *memory, state.tail)
+        memory = Memory(state.weights, state.momentum, self.rest())
+        weights = weights_at_end(self.rules, memory, state.tail)
         q = self.projections.queries_of(queries, before)
         y = self.output(read(self.rules, q, weights).flatten(2))
         return kept_tokens(y, fine.unsqueeze(-1), None, torch.nan, backend=backend)

@@ -42,6 +42,19 @@ class Rules(NamedTuple):
     residual_norm: bool = False
 
 
+class Memory(NamedTuple):
+    """A memory before a call.
+
+    Attributes:
+        weights, momentum: at the start of the running chunk.
+        rest: what the weights are forgotten towards, ``[heads, ...]``; None is zero.
+    """
+
+    weights: Weights
+    momentum: Weights
+    rest: Weights | None
+
+
 class StepResult(NamedTuple):
     """A memory after a call.
 
@@ -63,34 +76,20 @@ class StepResult(NamedTuple):
     loss: Tensor
 
 
-def run_steps(
-    rules: Rules,
-    q: Tensor,
-    writes: Writes,
-    weights: Weights,
-    momentum: Weights,
-    rest: Weights | None,
-    tail: Writes,
-) -> StepResult:
+def run_steps(rules: Rules, q: Tensor, writes: Writes, memory: Memory, tail: Writes) -> StepResult:
     """Write T tokens after those of the tail and read q ``[B, T, heads, D]`` on the way."""
     steps = token_steps if rules.granularity == "token" else pooled_steps
-    return steps(rules, q, writes, weights, momentum, rest, tail)
+    return steps(rules, q, writes, memory, tail)
 
 
 def token_steps(
-    rules: Rules,
-    q: Tensor,
-    writes: Writes,
-    weights: Weights,
-    momentum: Weights,
-    rest: Weights | None,
-    tail: Writes,
+    rules: Rules, q: Tensor, writes: Writes, memory: Memory, tail: Writes
 ) -> StepResult:
     """Every token changes the memory; the tail is written again, for its chunk began before it."""
     known = tail.length
     if not known and writes.length and writes.length % rules.chunk == 0:
         # Whole chunks alone. A view of all tokens is a node of autograd too: twelve of them here.
-        y, weights, momentum, lost, loss = scan(rules, q, writes, weights, momentum, rest)
+        y, weights, momentum, lost, loss = scan(rules, q, writes, memory)
         return StepResult(y, weights, momentum, tail, lost, loss)
     if known:
         q = F.pad(q, (0, 0, 0, 0, known, 0))
@@ -101,27 +100,25 @@ def token_steps(
     lost = None
     if closed:
         part = joined.part(0, closed)
-        memory = weights, momentum, rest
-        y, weights, momentum, lost, loss = scan(rules, q[:, :closed], part, *memory)
+        y, weights, momentum, lost, loss = scan(rules, q[:, :closed], part, memory)
+        memory = Memory(weights, momentum, memory.rest)
         out.append(y)
         losses.append(loss)
     if new_tail.length:
-        y, _, _, _, loss = scan(rules, q[:, closed:], new_tail, weights, momentum, rest)
+        y, _, _, _, loss = scan(rules, q[:, closed:], new_tail, memory)
         out.append(y)
         losses.append(loss)
     y = torch.cat(out, 1) if len(out) > 1 else out[0] if out else q
     loss = torch.cat(losses, 1) if losses else joined.alpha.detach()
     new_tail = new_tail.kept(tail)
-    return StepResult(y[:, known:], weights, momentum, new_tail, lost, loss[:, known:])
+    return StepResult(
+        *(y[:, known:], memory.weights, memory.momentum, new_tail),
+        *(lost, loss[:, known:]),
+    )
 
 
 def scan(
-    rules: Rules,
-    q: Tensor,
-    writes: Writes,
-    weights: Weights,
-    momentum: Weights,
-    rest: Weights | None,
+    rules: Rules, q: Tensor, writes: Writes, memory: Memory
 ) -> tuple[Tensor, Weights, Weights, Tensor | None, Tensor]:
     """Write and read token by token, from the start of a chunk; last, how many tokens were lost,
     and the inner loss of each.
@@ -140,6 +137,7 @@ def scan(
         "max_grad_norm": limit,
     }
     found: tuple[Tensor, Weights, Weights, Tensor | None, Tensor]
+    weights, momentum, rest = memory
     if isinstance(weights, MemoryWeights) and isinstance(momentum, MemoryWeights):
         resting = rest if isinstance(rest, MemoryWeights) else None
         options |= {"backend": rules.backend}
@@ -154,13 +152,7 @@ def scan(
 
 
 def pooled_steps(
-    rules: Rules,
-    q: Tensor,
-    writes: Writes,
-    weights: Weights,
-    momentum: Weights,
-    rest: Weights | None,
-    tail: Writes,
+    rules: Rules, q: Tensor, writes: Writes, memory: Memory, tail: Writes
 ) -> StepResult:
     """One step for every chunk that is complete, or for the call; queries read the memory as it was
     at the start of their chunk.
@@ -173,27 +165,29 @@ def pooled_steps(
     skipped = None
     for start in range(0, joined.length, size):
         stop = min(start + size, joined.length)
-        out.append(read(rules, q[:, max(start - known, 0) : stop - known], weights))
+        out.append(read(rules, q[:, max(start - known, 0) : stop - known], memory.weights))
         if stop <= closed:
             part = joined.part(start, stop)
-            weights, momentum, lost, loss = pooled_step(rules, part, weights, momentum, rest)
+            weights, momentum, lost, loss = pooled_step(rules, part, memory)
+            memory = Memory(weights, momentum, memory.rest)
             losses.append(loss.expand(len(lost), -1))
             skipped = lost if skipped is None else skipped + lost
     y = torch.cat(out, 1) if len(out) > 1 else out[0] if out else q
     new_tail = joined.part(closed, joined.length).kept(tail)
     none = joined.alpha.detach()[:, :0]
     return StepResult(
-        *(y, weights, momentum, new_tail, skipped),
+        *(y, memory.weights, memory.momentum, new_tail, skipped),
         torch.stack(losses, 1) if losses else none,
     )
 
 
 def pooled_step(
-    rules: Rules, writes: Writes, weights: Weights, momentum: Weights, rest: Weights | None
+    rules: Rules, writes: Writes, memory: Memory
 ) -> tuple[Weights, Weights, Tensor, Tensor]:
     """(weights, momentum, ``[B, heads]`` how many tokens a skipped step does not write, the inner
     loss ``[B or 1, heads]``).
     """
+    weights, momentum, rest = memory
     tokens = writes.written.sum(1)
     if rules.scope == "batch_pooled":
         writes = writes.map(lambda x: x.flatten(0, 1).unsqueeze(0))
@@ -261,10 +255,8 @@ def read(rules: Rules, q: Tensor, weights: Weights) -> Tensor:
     return y.squeeze(0).unflatten(0, (rows, tokens)) if rules.scope == "batch_pooled" else y
 
 
-def weights_at_end(
-    rules: Rules, weights: Weights, momentum: Weights, rest: Weights | None, tail: Writes
-) -> Weights:
+def weights_at_end(rules: Rules, memory: Memory, tail: Writes) -> Weights:
     """The weights after the tail's tokens; before them where only complete chunks are written."""
     if rules.granularity != "token" or tail.length == 0:
-        return weights
-    return scan(rules, tail.k, tail, weights, momentum, rest)[1]
+        return memory.weights
+    return scan(rules, tail.k, tail, memory)[1]

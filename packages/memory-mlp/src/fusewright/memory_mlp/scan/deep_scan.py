@@ -23,78 +23,48 @@ import torch
 
 from .._core.backends import Backend, decline, uses_triton
 from .._core.precision import autocast, wide, without_autocast
-from .._core.registration import Derivative, Op
+from .._core.registration import Op
 from ..common.deep_weights import pack_deep, unpack_deep
 from ..common.operands import WIDEST, WIDEST_HIDDEN
 from ..common.weights import Weights
-from . import launch_deep, launch_deep_backward, reference, reference_deep
+from . import launch_deep, launch_deep_backward, reference, reference_packed
+from .registered import (
+    GATES,
+    GRADIENTS,
+    LONGEST_CHUNK,
+    ROWS,
+    backward_fake,
+    derive_scan,
+    outputs_fake,
+)
 
 Tensor = torch.Tensor
 
-ROWS = "Tensor q, Tensor k, Tensor v, Tensor state"
-GATES = "Tensor alpha, Tensor eta, Tensor theta, Tensor? written, Tensor? rest"
 OPTIONS = "int layers, int hidden, int chunk, str activation, str read, bool residual_norm"
-# The longest chunk that one program holds.
-LONGEST_CHUNK = 64
 
 
 def _forward_fake(q, k, v, state, alpha, eta, theta, written, rest, layers, hidden, chunk, *others):
-    chunks = -(-q.shape[1] // chunk)
-    states = state.new_empty((chunks, *state.shape))
-    loss = state.new_empty(q.shape[:3])
-    return q.new_empty(q.shape), state.new_empty(state.shape), states, loss
+    return outputs_fake(q, state, chunk)
 
 
 def _backward_reference(dy, dend, q, k, v, state, states, *gates_and_options):
-    return reference_deep.packed_deep_backward(dy, dend, q, k, v, state, *gates_and_options)
-
-
-def _backward_fake(dy, dend, q, k, v, state, states, alpha, eta, theta, written, rest, *options):
-    drest = state.new_empty(0 if rest is None else rest.shape)
-    return *(x.new_empty(x.shape) for x in (q, k, v, state, alpha, eta, theta)), drest
+    return reference_packed.packed_deep_backward(dy, dend, q, k, v, state, *gates_and_options)
 
 
 _forward = Op(
     f"deep_scan({ROWS}, {GATES}, {OPTIONS}) -> (Tensor y, Tensor end, Tensor states, Tensor loss)",
     triton=launch_deep.deep_forward,
-    reference=reference_deep.packed_deep_scan,
+    reference=reference_packed.packed_deep_scan,
     fake=_forward_fake,
 )
 _backward = Op(
     f"deep_scan_backward(Tensor dy, Tensor dend, {ROWS}, Tensor states, {GATES}, {OPTIONS})"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dstate, Tensor dalpha, Tensor deta,"
-    " Tensor dtheta, Tensor drest)",
+    f" -> {GRADIENTS}",
     triton=launch_deep_backward.deep_backward,
     reference=_backward_reference,
-    fake=_backward_fake,
+    fake=backward_fake,
 )
-
-
-@_forward.derivative
-class _DeepScan(Derivative):
-    @staticmethod
-    def forward(ctx, run, q, k, v, state, alpha, eta, theta, written, rest, *options):
-        y, end, states, loss = run(q, k, v, state, alpha, eta, theta, written, rest, *options)
-        ctx.save_for_backward(q, k, v, state, states, alpha, eta, theta, written, rest)
-        ctx.options = options
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(loss)
-        (states,) = _forward.statistics(ctx, run, states)
-        return y, end, states, loss
-
-    @staticmethod
-    def backward(ctx, dy, dend, *_):
-        if dy is None and dend is None:
-            return (None,) * 16
-        saved = q, _, _, state, *_, rest = ctx.saved_tensors
-        dy = torch.zeros_like(q) if dy is None else dy
-        dend = torch.zeros_like(state) if dend is None else dend
-        *grads, drest = _backward(dy, dend, *saved, *ctx.options)
-        return None, *grads, None, None if rest is None else drest, *(None for _ in ctx.options)
-
-
-# The states follow from the inputs, through which their gradients pass.
-_backward.derivative_of_reference("states")
+derive_scan(_forward, _backward)
 
 
 def deep_memory_scan(

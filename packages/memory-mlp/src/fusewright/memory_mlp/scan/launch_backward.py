@@ -36,10 +36,11 @@ from .launch import (
 )
 
 if TYPE_CHECKING:
-    from . import kernels, kernels_backward, kernels_read_backward
+    from . import kernels, kernels_backward, kernels_ends_backward, kernels_read_backward
 else:
     kernels = lazy_module(__package__, "kernels")
     kernels_backward = lazy_module(__package__, "kernels_backward")
+    kernels_ends_backward = lazy_module(__package__, "kernels_ends_backward")
     kernels_read_backward = lazy_module(__package__, "kernels_read_backward")
 
 Tensor = torch.Tensor
@@ -359,17 +360,17 @@ def backward_part(
     config = problem.sharing(STATES_BACKWARD)
     of_reads = kernels_read_backward.scan_read_backward_kernel
     of_states = kernels_backward.scan_states_backward_kernel
-    of_keys = kernels_backward.scan_keys_backward_kernel
+    of_keys = kernels_ends_backward.scan_keys_backward_kernel
     return Part(
         decays_launch(kernels.decays_kernel, problem, first, chunks),
         read_launch(problem, strides[1:], first, chunks, keep=True),
         problem.launch(of_reads, READ_BACKWARD, heads * chunks, (*sizes, *dy, *q, *k)),
         problem.launch(of_states, config, heads * problem.blocks(config), (*sizes, *k, *v)),
         problem.launch(of_keys, KEYS_BACKWARD, heads * chunks, (*sizes, *k)),
-        decays_launch(kernels_backward.decays_backward_kernel, problem, first, chunks),
+        decays_launch(kernels_ends_backward.decays_backward_kernel, problem, first, chunks),
         Launch(
-            kernels_backward.rest_backward_kernel,
-            (heads * cdiv(problem.rest_shape[-1], kernels_backward.REST_NUMBERS.value),),
+            kernels_ends_backward.rest_backward_kernel,
+            (heads * cdiv(problem.rest_shape[-1], kernels_ends_backward.REST_NUMBERS.value),),
             problem.device,
             (chunks,),
             dict(num_warps=4),

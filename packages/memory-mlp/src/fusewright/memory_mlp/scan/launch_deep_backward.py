@@ -36,10 +36,10 @@ from .launch_deep import (
 )
 
 if TYPE_CHECKING:
-    from . import kernels, kernels_backward, kernels_deep_backward, kernels_deep_read_backward
+    from . import kernels, kernels_deep_backward, kernels_deep_read_backward, kernels_ends_backward
 else:
     kernels = lazy_module(__package__, "kernels")
-    kernels_backward = lazy_module(__package__, "kernels_backward")
+    kernels_ends_backward = lazy_module(__package__, "kernels_ends_backward")
     kernels_deep_backward = lazy_module(__package__, "kernels_deep_backward")
     kernels_deep_read_backward = lazy_module(__package__, "kernels_deep_read_backward")
 
@@ -242,5 +242,5 @@ def backward_part(
             ROWS.num_warps,
         ),
         problem.launch(of_chunks.deep_states_backward_kernel, heads * constants.TILES, sizes),
-        decays_launch(kernels_backward.decays_backward_kernel, problem, first, chunks),
+        decays_launch(kernels_ends_backward.decays_backward_kernel, problem, first, chunks),
     )

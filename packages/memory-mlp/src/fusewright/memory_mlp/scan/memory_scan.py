@@ -64,19 +64,21 @@ from ..common.checks import (
 )
 from ..common.operands import WIDEST, WIDEST_HIDDEN
 from ..common.weights import MemoryWeights, pack, packed_copy, unpack, weight_shapes
-from . import launch, launch_backward, reference, reference_clip
+from . import launch, launch_backward, reference, reference_clip, reference_packed
+from .registered import (
+    GATES,
+    GRADIENTS,
+    LONGEST_CHUNK,
+    ROWS,
+    backward_fake,
+    derive_scan,
+    operand_gradients,
+    outputs_fake,
+)
 
 Tensor = torch.Tensor
 
-ROWS = "Tensor q, Tensor k, Tensor v, Tensor state"
-GATES = "Tensor alpha, Tensor eta, Tensor theta, Tensor? written, Tensor? rest"
-# The longest chunk that one program holds.
-LONGEST_CHUNK = 64
 OPTIONS = "int hidden, int chunk, str activation, str read, bool residual_norm"
-GRADIENTS = (
-    "(Tensor dq, Tensor dk, Tensor dv, Tensor dstate, Tensor dalpha, Tensor deta, Tensor dtheta,"
-    " Tensor drest)"
-)
 
 
 class MemoryScan(NamedTuple):
@@ -100,41 +102,32 @@ class MemoryScan(NamedTuple):
 
 
 def _forward_fake(q, k, v, state, alpha, eta, theta, written, rest, hidden, chunk, *options):
-    chunks = -(-q.shape[1] // chunk)
-    states = state.new_empty((chunks, *state.shape))
-    loss = state.new_empty(q.shape[:3])
-    return q.new_empty(q.shape), state.new_empty(state.shape), states, loss
+    return outputs_fake(q, state, chunk)
 
 
 def _backward_reference(dy, dend, q, k, v, state, states, *gates_and_options):
-    return reference.packed_scan_backward(dy, dend, q, k, v, state, *gates_and_options)
-
-
-def _backward_fake(dy, dend, q, k, v, state, states, alpha, eta, theta, written, rest, *options):
-    grads = tuple(x.new_empty(x.shape) for x in (q, k, v, state, alpha, eta, theta))
-    return *grads, state.new_empty(0) if rest is None else rest.new_empty(rest.shape)
+    return reference_packed.packed_scan_backward(dy, dend, q, k, v, state, *gates_and_options)
 
 
 def _clipped_fake(q, k, v, state, alpha, eta, theta, written, rest, hidden, chunk, *options):
-    outputs = _forward_fake(q, k, v, state, alpha, eta, theta, written, rest, hidden, chunk)
     batch, tokens, heads = alpha.shape
     taken = alpha.new_empty((batch, -(-tokens // chunk), heads), dtype=torch.bool)
-    return *outputs, alpha.new_empty(alpha.shape), taken
+    return *outputs_fake(q, state, chunk), alpha.new_empty(alpha.shape), taken
 
 
 def _clipped_backward_reference(dy, dend, q, k, v, state, states, factors, taken, *others):
-    return reference.packed_scan_backward(dy, dend, q, k, v, state, *others)
+    return reference_packed.packed_scan_backward(dy, dend, q, k, v, state, *others)
 
 
 def _clipped_backward_fake(dy, dend, q, k, v, state, states, factors, taken, *others):
-    return _backward_fake(dy, dend, q, k, v, state, states, *others)
+    return backward_fake(dy, dend, q, k, v, state, states, *others)
 
 
 _forward = Op(
     f"memory_scan({ROWS}, {GATES}, {OPTIONS})"
     " -> (Tensor y, Tensor end, Tensor states, Tensor loss)",
     triton=launch.scan_forward,
-    reference=reference.packed_scan,
+    reference=reference_packed.packed_scan,
     fake=_forward_fake,
 )
 _backward = Op(
@@ -142,43 +135,16 @@ _backward = Op(
     f" -> {GRADIENTS}",
     triton=launch_backward.scan_backward,
     reference=_backward_reference,
-    fake=_backward_fake,
+    fake=backward_fake,
 )
-
-
-@_forward.derivative
-class _MemoryScan(Derivative):
-    @staticmethod
-    def forward(ctx, run, q, k, v, state, alpha, eta, theta, written, rest, *options):
-        y, end, states, loss = run(q, k, v, state, alpha, eta, theta, written, rest, *options)
-        ctx.save_for_backward(q, k, v, state, states, alpha, eta, theta, written, rest)
-        ctx.options = options
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(loss)
-        (states,) = _forward.statistics(ctx, run, states)
-        return y, end, states, loss
-
-    @staticmethod
-    def backward(ctx, dy, dend, *_):
-        if dy is None and dend is None:
-            return (None,) * 15
-        saved = q, _, _, state, *_ = ctx.saved_tensors
-        dy = torch.zeros_like(q) if dy is None else dy
-        dend = torch.zeros_like(state) if dend is None else dend
-        *grads, drest = _backward(dy, dend, *saved, *ctx.options)
-        drest = None if saved[-1] is None else drest
-        return None, *grads, None, drest, None, None, None, None, None
-
-
-# The states follow from the inputs, through which their gradients pass.
-_backward.derivative_of_reference("states")
+derive_scan(_forward, _backward)
 
 
 _clipped = Op(
     f"clipped_scan({ROWS}, {GATES}, {OPTIONS}, float max_grad_norm)"
     " -> (Tensor y, Tensor end, Tensor states, Tensor loss, Tensor factors, Tensor taken)",
     triton=launch.clipped_forward,
-    reference=reference.packed_clipped_scan,
+    reference=reference_packed.packed_clipped_scan,
     fake=_clipped_fake,
 )
 _clipped_backward = Op(
@@ -205,14 +171,7 @@ class _ClippedScan(Derivative):
 
     @staticmethod
     def backward(ctx, dy, dend, *_):
-        if dy is None and dend is None:
-            return (None,) * 16
-        saved = q, _, _, state, *_ = ctx.saved_tensors
-        dy = torch.zeros_like(q) if dy is None else dy
-        dend = torch.zeros_like(state) if dend is None else dend
-        *grads, drest = _clipped_backward(dy, dend, *saved, *ctx.options)
-        drest = None if saved[-1] is None else drest
-        return None, *grads, None, drest, None, None, None, None, None, None
+        return operand_gradients(ctx, _clipped_backward, dy, dend)
 
 
 _clipped_backward.derivative_of_reference("states", "factors", "taken")
@@ -313,14 +272,14 @@ def memory_scan(
             y, end, _, loss = _forward(*tensors, *options)
         else:
             with without_autocast(q.device):
-                y, end, _, loss = reference.packed_scan(*tensors, *options, starts=False)
+                y, end, _, loss = reference_packed.packed_scan(*tensors, *options, starts=False)
         return MemoryScan(y, *unpack(end, hidden, width), None, loss)
     clip_options = (*options, max_grad_norm)
     if on_kernels:
         y, end, _, loss, factors, taken = _clipped(*tensors, *clip_options)
     else:
         with without_autocast(q.device):
-            y, end, _, loss, factors, taken = reference.packed_clipped_scan(
+            y, end, _, loss, factors, taken = reference_packed.packed_clipped_scan(
                 *tensors, *clip_options, starts=False
             )
     skipped = skipped_tokens(factors, taken, chunk, write_mask)

@@ -9,13 +9,12 @@ and ``written`` [*lead, T]: the public function moves the heads to the front.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from .._core.precision import wide
 from ..common.reference import (
     ACTIVATIONS,
     Rows,
@@ -27,7 +26,7 @@ from ..common.reference import (
     over,
     rows_of,
 )
-from ..common.weights import MemoryWeights, Weights, mapped, packed_copy, unpack_weights, views
+from ..common.weights import Weights, mapped
 from .reference_clip import FACTOR, are_finite, clipped_rows, kept_where, lost_tokens
 
 Tensor = torch.Tensor
@@ -392,170 +391,3 @@ def guarded_chunk(
         factors,
         taken.unsqueeze(-1),
     )
-
-
-def packed_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    alpha: Tensor,
-    eta: Tensor,
-    theta: Tensor,
-    written: Tensor | None,
-    rest: Tensor | None,
-    hidden: int,
-    chunk: int,
-    activation: str,
-    read: str,
-    residual_norm: bool,
-    starts: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The scan as its op sees it: q, k, v [B, T, heads, D], gates and ``written`` [B, T, heads],
-    weights and momentum packed [B, heads, 2, SIZE], ``rest`` packed [heads, 1, SIZE].
-
-    Returns:
-        (y, the packed state after the last token, the states with which the chunks began
-        [chunks, B, heads, 2, SIZE], none of them without ``starts``, the inner loss of the tokens
-        [B, T, heads]).
-    """
-    operands = q, k, v, state, alpha, eta, theta, written, rest
-    options = hidden, chunk, activation, read, residual_norm
-    return packed_chunks(*operands, *options, None, starts)[:4]
-
-
-def packed_clipped_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    alpha: Tensor,
-    eta: Tensor,
-    theta: Tensor,
-    written: Tensor | None,
-    rest: Tensor | None,
-    hidden: int,
-    chunk: int,
-    activation: str,
-    read: str,
-    residual_norm: bool,
-    max_grad_norm: float,
-    starts: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The same with a clip.
-
-    Returns:
-        (y, the packed state after the last token, the states with which the chunks began, the
-        inner loss of the tokens and the factors of their gradients [B, T, heads], which chunks
-        were taken [B, chunks, heads]).
-    """
-    operands = q, k, v, state, alpha, eta, theta, written, rest
-    options = hidden, chunk, activation, read, residual_norm
-    return packed_chunks(*operands, *options, max_grad_norm, starts)
-
-
-def packed_chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    alpha: Tensor,
-    eta: Tensor,
-    theta: Tensor,
-    written: Tensor | None,
-    rest: Tensor | None,
-    hidden: int,
-    chunk: int,
-    activation: str,
-    read: str,
-    residual_norm: bool,
-    max_grad_norm: float | None,
-    starts: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dtype = q.dtype
-    q, k, v = (wide(x).transpose(1, 2) for x in (q, k, v))
-    weights, momentum = views(state, hidden, q.shape[-1])
-    gates = [gate.mT for gate in (alpha, eta, theta)]
-    mask = None if written is None else written.mT
-    resting = None if rest is None else unpack_weights(rest, hidden, q.shape[-1])
-    tensors = q, k, v, weights, momentum, gates, mask, resting
-    options = chunk, activation, read, residual_norm, max_grad_norm
-    y, states, loss, factors, taken = chunk_by_chunk(*tensors, *options)
-    wanted = states if starts else states[-1:]
-    *begins, end = [packed_copy(MemoryWeights(*w), MemoryWeights(*s)) for w, s in wanted]
-    began = torch.stack(begins) if begins else state.new_empty(0, *state.shape)
-    y = y.transpose(1, 2).to(dtype).contiguous()
-    loss, factors, taken = (x.mT.detach().contiguous() for x in (loss, factors, taken))
-    return y, end, began, loss, factors, taken
-
-
-def packed_scan_backward(
-    dy: Tensor,
-    dend: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    alpha: Tensor,
-    eta: Tensor,
-    theta: Tensor,
-    written: Tensor | None,
-    rest: Tensor | None,
-    hidden: int,
-    chunk: int,
-    activation: str,
-    read: str,
-    residual_norm: bool,
-    max_grad_norm: float | None = None,
-) -> tuple[Tensor, ...]:
-    """Gradients of (q, k, v, state, alpha, eta, theta, rest), chunk by chunk from the last one,
-    each recomputed from the state with which it began; that of ``rest`` has no number without it.
-    """
-    operands = q, k, v, state, alpha, eta, theta, written, rest
-    options = hidden, chunk, activation, read, residual_norm, max_grad_norm
-    return pulled_back(packed_chunks, dy, dend, operands, options, chunk)
-
-
-def pulled_back(
-    scan: Callable[..., tuple[Tensor, ...]],
-    dy: Tensor,
-    dend: Tensor,
-    operands: tuple[Any, ...],
-    options: tuple[Any, ...],
-    chunk: int,
-) -> tuple[Tensor, ...]:
-    """The gradients of the operands, but of ``written``, of a packed scan: ``scan(*operands,
-    *options, starts)`` is y, the last state and, with ``starts``, those with which the chunks
-    began.
-    """
-    q, k, v, state, alpha, eta, theta, written, rest = operands
-    states = scan(*operands, *options, True)[2]
-    drest = state.new_zeros(0) if rest is None else torch.zeros_like(rest)
-    rows: list[tuple[Tensor, ...]] = []
-    for index in reversed(range(len(states))):
-        part = slice(index * chunk, (index + 1) * chunk)
-        mask = None if written is None else written[:, part]
-
-        def step(q, k, v, state, alpha, eta, theta, *resting, mask=mask):
-            tensors = q, k, v, state, alpha, eta, theta, mask, *(resting or (None,))
-            return scan(*tensors, *options, False)[:2]
-
-        pullback = torch.func.vjp(
-            step,
-            *(wide(x[:, part]) for x in (q, k, v)),
-            states[index],
-            *(x[:, part] for x in (alpha, eta, theta)),
-            *(() if rest is None else (rest,)),
-        )[1]
-        dq, dk, dv, dend, dalpha, deta, dtheta, *more = pullback((wide(dy[:, part]), dend))
-        rows.append((dq, dk, dv, dalpha, deta, dtheta))
-        drest = drest + more[0] if more else drest
-    if not rows:
-        return (
-            *(torch.zeros_like(x) for x in (q, k, v)),
-            dend.clone(),
-            *map(torch.zeros_like, (alpha, eta, theta)),
-            drest,
-        )
-    dq, dk, dv, *dgates = (torch.cat(parts[::-1], 1) for parts in zip(*rows, strict=True))
-    return *(x.to(q.dtype) for x in (dq, dk, dv)), dend, *dgates, drest

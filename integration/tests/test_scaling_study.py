@@ -18,10 +18,12 @@ from fusewright_models.studies.scaling import (
     half,
     line,
     main,
+    measured_in,
 )
 
 DOCS = Path(__file__).parents[2] / "docs"
-EVEN = Subject("even", 10**9, 10, 1000.0, 100.0)
+MEASURED = DOCS.parent / "integration/results/scaling-h200-torch2.11-triton3.6.csv"
+EVEN = Subject("even", "even", 10**9, 10, 1000.0, 100.0)
 
 
 def test_bytes_are_those_of_the_formulas():
@@ -31,7 +33,7 @@ def test_bytes_are_those_of_the_formulas():
     # Each of eight has its own eighth to send to the seven other hosts.
     assert half(size, 64)[0] == pytest.approx(7 / 8 * size + 7 / 8 * size / 8)
     assert half(size, 1) == (0.0, 0.0)
-    for way, times in (("ddp, captured", 2), ("ddp, eager", 2), ("fsdp", 3)):
+    for way, times in (("ddp, captured", 2), ("ddp, eager", 2), ("fsdp, eager", 3)):
         assert line(EVEN, way, 8).wire_gb == pytest.approx(times * half(size, 8)[0] / 1e9)
 
 
@@ -47,7 +49,7 @@ def test_more_gpus_are_never_more_efficient(subject, way):
 
 
 def test_messages_that_find_no_room_beside_the_computation_take_its_time():
-    short = Subject("short", EVEN.parameters, EVEN.blocks, 1e-3, 100.0)
+    short = Subject("short", "short", EVEN.parameters, EVEN.blocks, 1e-3, 100.0)
     for way in WAYS:
         found = line(short, way, 8)
         alone = found.wire_gb * 1e9 / (SHARE * LINK)
@@ -57,7 +59,17 @@ def test_messages_that_find_no_room_beside_the_computation_take_its_time():
 
 
 def test_documented_rows_are_those_of_the_simulation(tmp_path):
-    main(tmp_path)
+    main(tmp_path, MEASURED)
     assert (tmp_path / "scaling.csv").read_text() == (DOCS / "scaling.csv").read_text()
     assert (tmp_path / "scaling.png").stat().st_size > 0
     assert len(read(Line, tmp_path / "scaling.csv")) == len(SUBJECTS) * len(WAYS) * len(COUNTS)
+
+
+def test_captured_steps_of_two_were_measured_as_they_are_expected():
+    taken = measured_in(MEASURED)
+    found = [line(subject, "ddp, captured", 2, taken) for subject in SUBJECTS if subject.case]
+    assert [each.measured_ms for each in found] == [
+        taken[subject.case, "ddp, captured", 2] for subject in SUBJECTS if subject.case
+    ]
+    for each in found:
+        assert each.measured_ms == pytest.approx(each.step_ms, rel=0.02)

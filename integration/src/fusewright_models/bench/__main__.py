@@ -257,6 +257,7 @@ def scaling(
         str, typer.Option(help=f"By semicolon, of {'; '.join(each.name for each in WAYS)}.")
     ] = "all",
     steps: Annotated[int, typer.Option(min=1, help="Of each of the rounds that are timed.")] = 10,
+    gradient_accumulation_steps: Annotated[int, typer.Option(min=1, help="Batches of a step.")] = 1,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     out: Out = None,
 ) -> None:
@@ -266,7 +267,7 @@ def scaling(
         subject = subject_of(model, preset, shape)
         ways = ways_of(model, way)
         processes = join(None, device)
-    bench_scaling(model, subject, processes, ways, steps, out)
+    bench_scaling(model, subject, processes, ways, steps, gradient_accumulation_steps, out)
 
 
 ConfigT = TypeVar("ConfigT")

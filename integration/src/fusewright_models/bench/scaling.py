@@ -24,7 +24,7 @@ from ..cli.presets import TRANSFORMER_NP
 from ..cli.transformer_np import negative_log_likelihood
 from ..data import make_sampler
 from ..data.sizes import Size
-from ..devices import wait_for
+from ..devices import peak_memory, wait_for
 from ..models.hybrid import HYBRID, HybridLM
 from ..models.titan_mac import TITAN_MAC, TitanMAC
 from ..models.transformer_np import TransformerNP, TransformerNPConfig
@@ -202,8 +202,10 @@ class Taken(NamedTuple):
     memory_mib: float | None
 
 
-def measure(subject: Subject, way: Way, all_of_them: Processes, steps: int, say: Any) -> Taken:
-    """Steps of one way, by all processes that take part in it."""
+def measure(
+    subject: Subject, way: Way, all_of_them: Processes, steps: int, accumulated: int, say: Any
+) -> Taken:
+    """Steps of one way, of so many batches each, by all processes that take part in it."""
     processes = Processes(way.parallel, all_of_them.device)
     device = processes.device
     on_gpu = device.type == "cuda"
@@ -214,6 +216,7 @@ def measure(subject: Subject, way: Way, all_of_them: Processes, steps: int, say:
     config = TrainingConfig(
         steps=count,
         batch_size=subject.rows if way.shares else subject.rows * processes.count,
+        accumulation_steps=accumulated,
         precision="bf16" if on_gpu else "fp32",
         capture=way.captured,
     )
@@ -240,16 +243,17 @@ def measure(subject: Subject, way: Way, all_of_them: Processes, steps: int, say:
         return 1e3 * (time.perf_counter() - start)
 
     communication = None
+    if on_gpu:
+        # Before the warm-up: what a replay needs was allocated when its graph was captured.
+        torch.cuda.reset_peak_memory_stats(device)
     with stepper.running():
         take(WARM_UP)
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(device)
         samples = [timed(lambda: take(steps)) / steps for _ in range(ROUNDS)]
         if isinstance(stepper, CapturedStepper) and processes.several:
             held = stepper.held
             for _ in range(3):
                 communication = timed(lambda: averaged(held, 10)) / 10
-    peak = torch.cuda.max_memory_allocated(device) / 2**20 if on_gpu else None
+    peak = peak_memory(device) / 2**20 if on_gpu else None
     return Taken(Time.of(samples), communication, peak)
 
 
@@ -264,13 +268,19 @@ def bench_scaling(
     processes: Processes,
     ways: Iterable[Way],
     steps: int,
+    accumulated: int,
     out: Path | None,
 ) -> None:
-    """Measure every way, print a table and put rows into ``scaling-ENVIRONMENT.csv``."""
+    """Measure every way, print a table and put rows into ``scaling-ENVIRONMENT.csv``.
+
+    Args:
+        name: of the model.
+        steps: of each round that is timed.
+        accumulated: batches of a step.
+    """
     console = Console(width=160, quiet=not processes.is_main)
-    table = table_of(
-        f"{name} {subject.case}", "efficiency: of the fastest alone", NAMED, COLUMNS[4:]
-    )
+    case = subject.case if accumulated == 1 else f"{subject.case}, {accumulated} batches a step"
+    table = table_of(f"{name} {case}", "efficiency: of the fastest alone", NAMED, COLUMNS[4:])
     fastest = inf
     environment = environment_name(processes.device)
     on_gpu = processes.device.type == "cuda"
@@ -280,7 +290,7 @@ def bench_scaling(
         processes.wait()
         taken = None
         if way.parallel is not None or processes.is_main:
-            taken = measure(subject, way, processes, steps, console.print)
+            taken = measure(subject, way, processes, steps, accumulated, console.print)
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()
@@ -290,11 +300,11 @@ def bench_scaling(
         if way.parallel is None:
             fastest = min(fastest, taken.step.ms)
         batches = 1 if way.shares else count
-        speed = batches * subject.tokens / taken.step.ms * 1e3
+        speed = accumulated * batches * subject.tokens / taken.step.ms * 1e3
         share = f"{batches / count * fastest / taken.step.ms:.3f}" if isfinite(fastest) else ""
         told = "" if taken.communication is None else f"{taken.communication:.3f}"
         numbers = [*(f"{ms:.3f}" for ms in taken.step), f"{speed:.0f}", share, told]
-        values = [name, subject.case, way.name, str(count), *numbers, mib(taken.memory_mib)]
+        values = [name, case, way.name, str(count), *numbers, mib(taken.memory_mib)]
         found: Row = dict(zip(COLUMNS, values, strict=True))
         table.add_row(*values)
         console.print(f"{way.name}: {taken.step.ms:.3f} ms", highlight=False)

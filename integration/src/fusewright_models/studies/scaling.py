@@ -1,18 +1,21 @@
 """What more GPUs than were measured would do: bytes on the wire, memory and efficiency by formulas
 and by a simulation of one step.
 
-    python -m fusewright_models.studies.scaling --out docs
+    python -m fusewright_models.studies.scaling --out docs --measured FILE
 
 A step of one GPU is as long as its row in integration/results says. Messages go over the links of
 a host first and then, each GPU with its own part, between hosts. A step of ``ddp, captured`` sends
 its gradients behind the backward pass; of ``ddp, eager`` each bucket as soon as it is full; of
 ``fsdp`` the parameters of the next block while one computes, twice, and its gradients as soon as
-they are there. Messages follow one another, beside the computation.
+they are there. Messages follow one another, beside the computation. Beside these steps stand those
+that were measured, in a file of ``fusewright_models.bench scaling``.
 """
 
 from __future__ import annotations
 
+import csv
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -34,6 +37,7 @@ FP32, PARAMETER = 4, 16
 # Of a step: its backward pass, whose second half is all of that where it gathers again.
 BACKWARD = 2.0 / 3.0
 COUNTS = 2, 8, 64, 512
+NONE: Mapping[tuple[str, str, int], float] = {}
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Subject:
 
     Attributes:
         name: of the model, its preset and a batch.
+        case: the same, as files of measurements name it.
         parameters: how many.
         blocks: that ``fsdp`` gathers one after another; 1 of a model that wants all at once.
         step_ms: of one GPU, replayed.
@@ -49,6 +54,7 @@ class Subject:
     """
 
     name: str
+    case: str
     parameters: int
     blocks: int
     step_ms: float
@@ -57,10 +63,17 @@ class Subject:
 
 # By integration/results; parameters are the models' own.
 SUBJECTS = (
-    Subject("TransformerNP base, 64, 500, 64", 36_858_176, 12, 16.92, 7.3),
-    Subject("TitanMAC l4, 4 x 4096", 21_332_250, 6, 38.53, 4.0),
-    Subject("HybridLM 350m plain, 2 x 4096", 351_480_713, 24, 133.9, 21.1),
-    Subject("HybridLM 350m, 2 x 4096", 351_480_713, 1, 167.6, 7.8),
+    Subject("TransformerNP base, 64, 500, 64", "base M=64 N=500 B=64", 36_858_176, 12, 16.43, 7.3),
+    Subject(
+        "TitanMAC 170m, 4 x 4096", "170m dim=768 layers=14 B=4 T=4096", 168_460_536, 14, 206.5, 21.6
+    ),
+    Subject("HybridLM 350m plain, 2 x 4096", "", 351_480_713, 24, 133.9, 21.1),
+    Subject(
+        "HybridLM 350m, 2 x 4096", "350m dim=1024 layers=24 B=2 T=4096", 351_480_713, 1, 153.4, 7.6
+    ),
+    Subject(
+        "HybridLM 1b, 1 x 4096", "1b dim=4096 layers=8 B=1 T=4096", 2_152_101_493, 1, 214.8, 46.5
+    ),
 )
 
 
@@ -76,6 +89,7 @@ class Line:
         memory_gib: of each GPU.
         step_ms: of all of them.
         efficiency: the step of one GPU over that.
+        measured_ms: of that step; nan where it was not measured.
     """
 
     subject: str
@@ -85,6 +99,7 @@ class Line:
     memory_gib: float
     step_ms: float
     efficiency: float
+    measured_ms: float = math.nan
 
 
 def half(size: float, count: int) -> tuple[float, float]:
@@ -141,39 +156,66 @@ def sharded(subject: Subject, count: int) -> tuple[float, float]:
     return (gathers + 1) * blocks * sent, max(clock, free)
 
 
-WAYS = {"ddp, captured": captured, "ddp, eager": overlapped, "fsdp": sharded}
+WAYS = {"ddp, captured": captured, "ddp, eager": overlapped, "fsdp, eager": sharded}
+# Milliseconds by case, way and number of processes.
+Measured = Mapping[tuple[str, str, int], float]
 
 
-def line(subject: Subject, way: str, count: int) -> Line:
+def measured_in(file: Path) -> Measured:
+    """The steps of a file of ``fusewright_models.bench scaling``."""
+    with file.open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    return {(row["case"], row["way"], int(row["processes"])): float(row["ms"]) for row in rows}
+
+
+def line(subject: Subject, way: str, count: int, measured: Measured = NONE) -> Line:
     sent, seconds = WAYS[way](subject, count)
     states = PARAMETER * subject.parameters / 2**30
     memory = subject.memory_gib
-    if way == "fsdp":
+    if way == "fsdp, eager":
         whole = FP32 * subject.parameters / 2**30
         # Two blocks are there at a time.
         memory += states / count - states + min(2, subject.blocks) * whole / subject.blocks
     ms = 1e3 * seconds
-    return Line(subject.name, way, count, sent / 1e9, memory, ms, subject.step_ms / ms)
+    taken = measured.get((subject.case, way, count), math.nan)
+    return Line(subject.name, way, count, sent / 1e9, memory, ms, subject.step_ms / ms, taken)
 
 
 def draw(lines: list[Line]) -> Figure:
-    """Efficiency over GPUs."""
-    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
+    """Efficiency over GPUs: a colour for each subject, dashes for each way, and a cross where a
+    captured step was measured.
+    """
+    figure = Figure(figsize=(9.0, 4.2), layout="constrained")
     axes = figure.subplots()
-    for subject, way in dict.fromkeys((each.subject, each.way) for each in lines):
-        mine = [each for each in lines if (each.subject, each.way) == (subject, way)]
-        label = f"{subject.partition(',')[0]}, {way}"
-        axes.plot([x.gpus for x in mine], [x.efficiency for x in mine], marker=".", label=label)
+    for number, subject in enumerate(dict.fromkeys(each.subject for each in lines)):
+        for way, dashes in zip(WAYS, ("-", "--", ":"), strict=True):
+            mine = [each for each in lines if (each.subject, each.way) == (subject, way)]
+            axes.plot(
+                [x.gpus for x in mine],
+                [x.efficiency for x in mine],
+                color=f"C{number}",
+                linestyle=dashes,
+                marker=".",
+                label=f"{subject.partition(',')[0]}, {way}",
+            )
+            if way == "ddp, captured":
+                taken = [x.efficiency * x.step_ms / x.measured_ms for x in mine]
+                axes.plot([x.gpus for x in mine], taken, "x", color=f"C{number}", markersize=9)
+    axes.plot([], [], "kx", label="measured, captured")
     axes.set(xlabel="GPUs", ylabel="efficiency", xscale="log")
     axes.set_xticks(COUNTS, labels=[str(count) for count in COUNTS])
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=7)
+    figure.legend(frameon=False, fontsize=7, loc="outside right upper")
     return figure
 
 
-def main(out: Annotated[Path, typer.Option(help="Folder of the rows and their picture.")]) -> None:
+def main(
+    out: Annotated[Path, typer.Option(help="Folder of the rows and their picture.")],
+    measured: Annotated[Path | None, typer.Option(help="What `bench scaling` wrote.")] = None,
+) -> None:
     """Write what so many GPUs are expected to do."""
-    lines = [line(subject, way, n) for subject in SUBJECTS for way in WAYS for n in COUNTS]
+    taken = NONE if measured is None else measured_in(measured)
+    lines = [line(subject, way, n, taken) for subject in SUBJECTS for way in WAYS for n in COUNTS]
     write(lines, out / "scaling.csv", draw, number=".3f")
     Console().print(f"results in {out / 'scaling.csv'}", highlight=False, soft_wrap=True)
 

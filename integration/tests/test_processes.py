@@ -199,6 +199,7 @@ def test_one_process_is_told_how_to_start_several(parallel, tmp_path):
     assert_refused(invoke(app, "titan-mac", *flags), start, folder)
 
 
+@pytest.mark.slow
 def test_losses_that_are_not_finite_end_all_processes(tmp_path):
     ends = {
         "torch-adamw": "not finite; lower the",
@@ -243,7 +244,7 @@ def test_other_optimizers_take_the_steps_of_one_process(tmp_path, alone):
             assert_near(folder, whole)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["titan-mac", "hybrid"])
 def test_matrices_of_language_models_are_multiplied_whole(model, tmp_path, text, alone):
     """Of more shapes than a TransformerNP's, in blocks that are gathered one after another."""

@@ -66,7 +66,7 @@ def test_checks_of_scikit_learn_pass(folder):
     assert len([each for each in results if each["status"] == "passed"]) > 40
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.EstimatorCheckFailedWarning")

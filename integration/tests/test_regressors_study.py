@@ -69,6 +69,8 @@ def same(check, found, expected, condition=1.0):
 
 def test_variance_of_ridge_is_that_of_rows_left_out(assert_same_but_for_rounding):
     split = next(iter(TABLE["wine alcohol"]()))
+    # A model for each row and each penalty.
+    split = Split(split.x[:40], split.y[:40], split.x_asked[:5], split.y_asked[:5])
     said = ridge(split)
     x = StandardScaler().fit_transform(split.x)
     deviations = []

@@ -141,6 +141,7 @@ def test_every_gradient_is_that_of_each_document_alone(kind, dense, device):
 
 
 @KINDS
+@pytest.mark.sampled
 def test_other_documents_change_no_bit(kind, backend, device):
     options, documents, shape = parts_of(kind, device)
     attention = layer(backend, device=device).eval()
@@ -158,6 +159,7 @@ def test_other_documents_change_no_bit(kind, backend, device):
 
 
 @KINDS
+@pytest.mark.sampled
 def test_padding_may_hold_anything(kind, backend, device):
     options, documents, shape = parts_of(kind, device)
     attention = layer(backend, device=device)

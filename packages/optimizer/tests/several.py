@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import pathlib
@@ -46,7 +47,8 @@ def run_once(
     return folder
 
 
+@functools.cache
 def found_by_all(module: ModuleType, folder: pathlib.Path) -> list[dict]:
-    """By process."""
+    """By process; a second to read, for every test that asks."""
     paths = [folder / f"found-{rank}.pt" for rank in range(module.PROCESSES)]
     return [torch.load(path, weights_only=True) for path in paths]

@@ -51,6 +51,7 @@ def test_updates_are_as_near_to_fp64_as_the_references(learned, some, size, devi
     Yardstick(by("reference"), tensors, [None] * len(SHAPES)).check(by("triton"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.usefixtures("small_learned_tiles")
 def test_what_is_not_finite_reaches_all_of_its_tensor_and_no_other(learned, value, device):

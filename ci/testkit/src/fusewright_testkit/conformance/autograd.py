@@ -145,6 +145,7 @@ def test_pending_negation_is_carried_out(op, device):
     assert same_bits(found, as_tuple(op.kernels(x, *others)))
 
 
+@pytest.mark.sampled
 def test_compiled_autograd_runs_the_backward_op(op, device):
     torch._dynamo.reset()
     leaves = op.leaves(op.small, F32, device)

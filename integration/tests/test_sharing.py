@@ -59,6 +59,39 @@ def test_shared_rows_have_the_losses_and_gradients_of_whole_tasks(case, batch, c
     run_group(PROGRAM.format(context=16, batch=batch, of=CASES[case]), count, parallel="context")
 
 
+def test_an_evaluation_reads_a_part_of_the_rows_and_scores_whole_tasks():
+    """More batches than processes, so that nothing hides behind a batch of one's own."""
+    run_group(
+        """
+from dataclasses import astuple
+from fusewright_models.data import Evaluator, make_sampler
+from fusewright_models.data.sizes import Size
+from fusewright_models.models.transformer_np import TransformerNP, TransformerNPConfig
+
+torch.manual_seed(0)
+sizes = dict(context_size=Size.parse("16"), target_size=Size.parse("8"))
+sampler = make_sampler("blr", held_out=True, **sizes)
+widths = dict(x_width=sampler.x_width, width=32, feed_forward_width=40)
+model = TransformerNP(TransformerNPConfig(layers=2, heads=2, components=3, **widths)).eval()
+read = []
+model.embedder.register_forward_hook(lambda module, rows, out: read.append(out.shape[:2]))
+whole = Evaluator(sampler, batch_size=3).score(model.double(), 3)
+assert read == [(3, 24)] * 3, read
+read.clear()
+for _ in range(2):
+    shared = Evaluator(sampler, batch_size=3, processes=processes).score(model, 3)
+# Sums of as many terms as a prediction has, in another order.
+bound = 2**20 * torch.finfo(torch.float64).eps
+for one, other in zip(astuple(whole), astuple(shared), strict=True):
+    one, other = (torch.tensor(x, dtype=torch.float64) for x in (one, other))
+    assert (one - other).abs().max() <= bound * one.abs().max(), (one, other)
+assert read == [(3, 12)] * 6, read
+""",
+        2,
+        parallel="context",
+    )
+
+
 def test_gathered_rows_of_narrow_numbers_add_their_gradients_in_fp32():
     run_group(
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +48,8 @@ class Evaluator:
     Args:
         sampler: of held-out data; it is set back to its seed.
         batch_size: tasks of a batch.
-        processes: of which each scores its share of the batches.
+        processes: of which each scores its share of the batches; where they share rows, its part
+            of the rows of every task.
     """
 
     def __init__(self, sampler: Sampler, *, batch_size: int, processes: Processes = ALONE) -> None:
@@ -66,21 +68,29 @@ class Evaluator:
         for number in range(batches):
             task = sampler.sample(self.batch_size)
             whose = number % count
-            # Those that have none of the last ones score it too: all call a sharded model as often.
-            if whose == rank or (number == batches - 1 and whose < rank):
-                ours = scores_of(model, task)
-            if whose != rank:
-                continue
-            if number not in self.references:
-                reference = sampler.reference_log_likelihood(task).double()
-                self.references[number] = task.mean_over_targets(reference)
-            scores[0, number] = self.references[number]
-            scores[1:, number] = ours
+            if whose == rank:
+                scores[0, number] = self._reference(number, task)
+            if self.processes.shares_rows:
+                # Each has as many targets, so that the mean over all is that of the means.
+                part: Any = self.processes.rows(task, self.batch_size)
+                scores[1:, number] = scores_of(model, part) / count
+            elif whose == rank:
+                scores[1:, number] = scores_of(model, task)
+            elif number == batches - 1 and whose < rank:
+                # It has none of the last ones: all call a sharded model as often.
+                scores_of(model, task)
         by_task = self.processes.add_(scores).flatten(1)
         mean, error = by_task.mean(1), by_task.std(1) / by_task.shape[1] ** 0.5
         means, errors = torch.stack([mean, error]).tolist()  # sync: the result of the evaluation
         reference, ours, crps, *shares = means
         return Evaluation(ours, errors[1], reference, errors[0], crps, *_calibration(shares))
+
+    def _reference(self, number: int, task: Task) -> Tensor:
+        """Of each task of the batch of this number, computed once."""
+        if number not in self.references:
+            scores = self.sampler.reference_log_likelihood(task).double()
+            self.references[number] = task.mean_over_targets(scores)
+        return self.references[number]
 
 
 def evaluate(
@@ -91,11 +101,13 @@ def evaluate(
 
 
 def scores_of(model: TransformerNP, task: Task) -> Tensor:
-    """Of each task the means over its targets of the log-likelihood, of the CRPS, of what each
-    level covers, and of what each bin of the PIT has: ``[KINDS, B]``, fp64.
+    """Of each task the means over its targets, those of this process where several share its rows,
+    of the log-likelihood, of the CRPS, of what each level covers, and of what each bin of the PIT
+    has: ``[KINDS, B]``, fp64.
     """
     lengths = task.context_lengths, task.target_lengths
-    params = model(task.x_context, task.y_context, task.x_target, *lengths)
+    rows = task.x_context, task.y_context, task.x_target
+    params = model(*rows, *lengths, group=task.group)
     log_p = model.head.log_likelihood(params, task.y_target).double()
     crps = mixture_crps(model.head, params, task.y_target)
     position = model.head.cdf(params, task.y_target).double()

@@ -83,6 +83,11 @@ class Processes:
         return self.parallel in ("fsdp", "hsdp")
 
     @property
+    def shares_rows(self) -> bool:
+        """Whether each has a part of the rows of every task, rather than tasks of its own."""
+        return self.parallel == "context"
+
+    @property
     def several(self) -> bool:
         """Whether there are others."""
         return self.parallel is not None
@@ -96,7 +101,7 @@ class Processes:
         """Those of a batch of ``size`` that this one trains on."""
         if self.parallel is None:
             return batch
-        if self.parallel == "context":
+        if self.shares_rows:
             return batch.part_of_rows(self.rank, distributed.group.WORLD)
         each = size // self.count
         return batch.part(self.rank * each, (self.rank + 1) * each)

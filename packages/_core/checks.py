@@ -28,18 +28,20 @@ def check_floating(name: str, tensor: Tensor) -> None:
 
 
 def check_integers(name: str, tensor: Tensor) -> None:
-    """A tensor of int32 or int64."""
+    """A strided tensor of int32 or int64."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype not in INTEGERS:
         raise TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
+    check_strided(name, tensor)
 
 
 def check_bool(name: str, tensor: Tensor) -> None:
-    """A tensor of bool."""
+    """A strided tensor of bool."""
     if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
         kind = getattr(tensor, "dtype", type(tensor).__name__)
         raise TypeError(f"{name} must be a bool tensor, got {kind}")
+    check_strided(name, tensor)
 
 
 def check_strided(name: str, tensor: Tensor) -> None:

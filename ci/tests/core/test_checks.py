@@ -24,11 +24,21 @@ BOUNDS = torch.tensor([0, 2])
         (lambda: checks.check_integers("x", [1]), TypeError, "x must be a tensor, got list"),
         (lambda: checks.check_integers("x", X), TypeError, "int32 or int64, got torch.float32"),
         (lambda: checks.check_integers("x", X.bool()), TypeError, "int32 or int64, got torch.bool"),
+        (
+            lambda: checks.check_integers("x", BOUNDS.to_sparse()),
+            TypeError,
+            "x must be a strided tensor, got layout torch.sparse_coo",
+        ),
         (lambda: checks.check_bool("x", [True]), TypeError, "x must be a bool tensor, got list"),
         (
             lambda: checks.check_bool("x", X),
             TypeError,
             "x must be a bool tensor, got torch.float32",
+        ),
+        (
+            lambda: checks.check_bool("x", (X > 0).to_sparse()),
+            TypeError,
+            "x must be a strided tensor, got layout torch.sparse_coo",
         ),
         (
             lambda: checks.check_strided("x", torch.nested.nested_tensor([X])),

@@ -116,6 +116,10 @@ BAD = {
         *(one_row | dict(cu_seqlens=lengths.float()), TypeError),
         "cu_seqlens must be int32 or int64, got torch.float32",
     ),
+    "sparse lengths": (
+        *(one_row | dict(cu_seqlens=lengths.to_sparse()), TypeError),
+        "cu_seqlens must be a strided tensor, got layout torch.sparse_coo",
+    ),
     "no length": (one_row | dict(cu_seqlens=lengths[:1]), ValueError, "with N at least 1"),
     "states of rows": (
         *(one_row | dict(cu_seqlens=lengths, initial_state=state[:1]), ValueError),

@@ -305,6 +305,8 @@ X = torch.zeros(1, 7, 24)
         (dict(mask=M[:, 1:]), ValueError, r"\[B, T\] = \(1, 7\), got \(1, 6\)"),
         (dict(mask=M.to("meta")), ValueError, "mask must.*got meta"),
         (dict(cu_seqlens=M), TypeError, "cu_seqlens must be int32 or int64, got torch.bool"),
+        (dict(cu_seqlens=bounds().to_sparse()), TypeError, "cu_seqlens must be a strided tensor"),
+        (dict(mask=M.to_sparse()), TypeError, "mask must be a strided tensor, got layout"),
         (dict(cu_seqlens=bounds()[:1]), ValueError, r"\[N \+ 1\] with N at least 1"),
     ],
 )

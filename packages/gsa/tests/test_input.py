@@ -53,6 +53,7 @@ BAD = [
     (lambda: topk(window=1, causal=False), ValueError, "window must be 0 without causal or.*got 1"),
     (lambda: gated_indexer(Q, K, W, B, cu_seqlens=[0, 5]), TypeError, "cu_seqlens.*got list"),
     (lambda: topk(cu_seqlens=W), TypeError, "cu_seqlens must be int32 or int64, got torch.float32"),
+    (lambda: topk(cu_seqlens=N[0].to_sparse()), TypeError, "cu_seqlens must be a strided tensor"),
     (lambda: topk(cu_seqlens=N[0, :1]), ValueError, r"must be \[N \+ 1\] with N at least 1"),
     (lambda: topk(cu_seqlens=N), ValueError, r"cu_seqlens must be \[N \+ 1\].*\[1, 3\]"),
     (lambda: topk(*(x.repeat(2, *[1] * (x.ndim - 1)) for x in (Q, K, W)), B, cu_seqlens=N[0]),

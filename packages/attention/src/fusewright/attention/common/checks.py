@@ -11,7 +11,6 @@ from .._core.checks import (
     check_dtype,
     check_floating,
     check_integers,
-    check_strided,
     checked_number,
 )
 from .._core.precision import autocasts
@@ -115,5 +114,4 @@ def check_documents(cu_seqlens: Tensor, q: Tensor) -> None:
 def check_whole_numbers(name: str, numbers: Tensor, q: Tensor) -> None:
     """A strided tensor of int32 or int64, on q's device."""
     check_integers(name, numbers)
-    check_strided(name, numbers)
     check_device(name, numbers, "q", q)

@@ -15,7 +15,6 @@ from .._core.checks import (
     check_floating,
     check_integers,
     check_option,
-    check_strided,
     checked_count,
     checked_number,
 )
@@ -100,7 +99,7 @@ def check_axes(name: str, x: Tensor, axes: str, q: Tensor) -> None:
 
 def check_selection(q: Tensor, indices: Tensor, count: Tensor | None, mask: Tensor | None) -> None:
     """indices must be [B, T, K] or [B, H, T, K], mask like it, and count like it without K."""
-    check_whole_numbers("indices", indices)
+    check_integers("indices", indices)
     batches, queries, heads, _ = q.shape
     leading = ((batches, queries), (batches, heads, queries))
     if tuple(indices.shape[:-1]) not in leading:
@@ -110,7 +109,7 @@ def check_selection(q: Tensor, indices: Tensor, count: Tensor | None, mask: Tens
         )
     check_device("indices", indices, "q", q)
     if count is not None:
-        check_whole_numbers("count", count)
+        check_integers("count", count)
         check_like_indices("count", count, indices.shape[:-1], q)
     if mask is not None:
         if not isinstance(mask, Tensor):
@@ -124,12 +123,6 @@ def check_like_indices(name: str, x: Tensor, shape: torch.Size, q: Tensor) -> No
     if x.shape != shape:
         raise ValueError(f"{name} must have shape {tuple(shape)} for indices, got {tuple(x.shape)}")
     check_device(name, x, "q", q)
-
-
-def check_whole_numbers(name: str, x: Tensor) -> None:
-    """A strided tensor of int32 or int64."""
-    check_integers(name, x)
-    check_strided(name, x)
 
 
 def check_law(law: str, k_base: int, k_min: int, k_max: int, sinks: int, window: int) -> None:

@@ -347,7 +347,9 @@ def test_missing_gpu_is_said():
 
 @pytest.mark.gpu
 def test_gpu_that_is_not_there_is_said_in_one_sentence():
-    assert_refused(run(device="cuda:99"), "--device cuda:99: ")
+    assert_refused(
+        run(device="cuda:99"), "wanted a --device that torch can use here; got cuda:99: "
+    )
 
 
 @pytest.mark.gpu

@@ -48,6 +48,24 @@ def test_next_task_comes_once_nine_answers_in_ten_are_right():
     assert torch.equal(other.sample(2).windows, source.sample(2).windows)
 
 
+def test_answers_are_read_by_the_host_once_in_ten_batches(host_reads):
+    class Guessing:
+        def __call__(self, tokens):
+            return torch.zeros(*tokens.shape, 160), None
+
+        def logits(self, hidden):
+            return hidden
+
+    source, model = Curriculum(LEVELS, seed=0, device="cpu"), Guessing()
+    with host_reads:
+        for _ in range(30):
+            source.loss(model, source.sample(2))
+            assert not source.finished()
+    # The thirtieth batch is looked at before the one behind it.
+    assert host_reads.count == 2
+    assert source.level == 0
+
+
 @pytest.mark.parametrize("memory", [True, False])
 def test_rows_tell_what_a_model_recalls_over_every_distance(memory):
     found = points_of(replace(SMALL, memory=memory), seed=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -46,6 +47,13 @@ def test_as_many_tokens_come_as_were_asked_for(tokens):
     assert [row.shape for row in found.tokens] == [(tokens,)]
     assert (found.read, found.drawn, found.drafted) == (1, tokens, 0)
     assert min(found.reading_seconds, found.drawing_seconds) > 0.0
+
+
+def test_rates_of_what_took_no_time_are_no_numbers():
+    found = Generated([torch.tensor([3])])
+    rates = found.reading_rate, found.drawing_rate, found.acceptance
+    assert all(map(math.isnan, rates))
+    assert found._replace(read=6, reading_seconds=2.0).reading_rate == 3.0
 
 
 @pytest.mark.parametrize(
@@ -223,6 +231,8 @@ def test_logits_that_are_not_finite_are_told_where_they_are_drawn_from():
         ((1, 1), {"temperature": float("nan")}, "and finite; got nan"),
         ((1, 1), {"top_p": 0.0}, "top_p must be above 0 and at most 1; got 0.0"),
         ((1, 1), {"top_p": float("nan")}, "at most 1; got nan"),
+        ((1, 1), {"vocab_size": 0}, "vocab_size must be at least 1; got 0"),
+        ((1, 1), {"vocab_size": -1}, "vocab_size must be at least 1; got -1"),
     ],
 )
 def test_impossible_wishes_are_refused(shape, options, message):

@@ -124,6 +124,22 @@ def test_dtypes_and_devices_that_are_none_are_refused(options, message, tmp_path
         TransformerNP.from_pretrained(tmp_path, **options)
 
 
+@pytest.mark.parametrize("name", ["device", "map_location"])
+def test_device_that_torch_cannot_use_is_refused_before_weights_are_read(
+    name, tmp_path, monkeypatch
+):
+    MAKERS["transformer-np"]().save_pretrained(tmp_path)
+
+    def read(*given):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(published, "check_weights", read)
+    absent = f"cuda:{torch.cuda.device_count()}"
+    message = f"wanted a device that torch can use here; got {absent}: "
+    with pytest.raises(ValueError, match=message):
+        TransformerNP.from_pretrained(tmp_path, **{name: absent})
+
+
 def test_the_dtype_of_a_file_is_that_of_all_its_parameters(tmp_path):
     model = MAKERS["transformer-np"]()
     next(model.parameters()).data = next(model.parameters()).double()

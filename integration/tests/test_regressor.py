@@ -255,6 +255,21 @@ def test_parameters_that_cannot_be_are_refused(folder, changes, kind, message):
         regressor.fit(*rows_of(20))
 
 
+@pytest.mark.parametrize("joint", [False, True])
+def test_no_draws_and_parts_of_one_are_refused(folder, joint):
+    regressor = TransformerNPRegressor(folder).fit(*rows_of(20))
+    for n in (0, -1, 2.0, True):
+        with pytest.raises(ValueError, match=f"n must be an int of at least 1; got {n}"):
+            regressor.sample(rows_of(3)[0], n, joint=joint)
+    assert regressor.sample(rows_of(3)[0], np.int64(2), joint=joint).shape == (3, 2)
+
+
+def test_device_that_torch_cannot_use_is_refused(folder):
+    message = "wanted a device that torch can use here; got quantum: Expected one of cpu, cuda"
+    with pytest.raises(ValueError, match=message):
+        TransformerNPRegressor(folder, device="quantum").fit(*rows_of(20))
+
+
 def test_rows_that_cannot_be_are_refused(folder):
     regressor = TransformerNPRegressor(folder)
     with pytest.raises(NotFittedError):

@@ -21,12 +21,28 @@ def checked_device(name: str) -> torch.device:
         raise ValueError(f"--device must be cpu, cuda or cuda:N; got {name!r}")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {name} needs a CUDA device, and torch sees none")
+    return usable_device(name, asked_by="--device")
+
+
+def usable_device(device: torch.device | str, *, asked_by: str = "device") -> torch.device:
+    """That device, once something could be put on it.
+
+    Args:
+        device: any of torch's.
+        asked_by: what names it, for the error.
+
+    Raises:
+        ValueError: torch cannot use it here.
+    """
     try:
-        return torch.zeros((), device=name).device
-    except RuntimeError as error:
+        return torch.zeros((), device=device).device
+    # A torch without CUDA asserts that it has it.
+    except (RuntimeError, AssertionError) as error:
         # The lines below the first are advice to programmers.
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"--device {name}: {reason}") from error
+        raise ValueError(
+            f"wanted a {asked_by} that torch can use here; got {device}: {reason}"
+        ) from error
 
 
 def wait_for(device: torch.device) -> None:

@@ -20,6 +20,8 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from ..devices import usable_device
+
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # Fields of a shape that say how the same weights compute, and how far they look.
 ANYHOW = {"checkpointing", "mode", "segment", "memory_chunk", "k_base", "index_temperature"}
@@ -47,8 +49,8 @@ class Published(PyTorchModelHubMixin, library_name="fusewright-models", license=
 
     It raises FileNotFoundError where a folder lacks a file, and ValueError where config.json is
     another model's or no shape of this one, the weights are cut, do not fit or have another
-    SHA-256, or a dtype is none of floating-point numbers. ``save_pretrained`` raises ValueError
-    where the weights are shards.
+    SHA-256, a dtype is none of floating-point numbers, or torch cannot use the device.
+    ``save_pretrained`` raises ValueError where the weights are shards.
 
     Attributes:
         revision: the commit of the repository that the model was loaded from; None of a folder.
@@ -104,7 +106,9 @@ class Published(PyTorchModelHubMixin, library_name="fusewright-models", license=
         torch_dtype: torch.dtype | str | None = None,
         **options: Any,
     ) -> Self:
-        where = _either(device=device, map_location=map_location)
+        asked_for = _either(device=device, map_location=map_location)
+        # Before weights are read, which may be downloaded.
+        where = usable_device("cpu" if asked_for is None else asked_for)
         wanted = _either(dtype=dtype, torch_dtype=torch_dtype)
         asked = {name: options.pop(name, None) for name in ASKED}
         # What the mixin makes of config.json.
@@ -120,7 +124,7 @@ class Published(PyTorchModelHubMixin, library_name="fusewright-models", license=
             model.to(chosen)
         load_weights(model, weights)
         model.revision = commit_of(model_id, file)
-        return model.to("cpu" if where is None else where).eval()
+        return model.to(where).eval()
 
     def load_pretrained(self, name: str, *, revision: str | None = None) -> None:
         """Give this model the weights of a folder or repository of that name, at that revision.

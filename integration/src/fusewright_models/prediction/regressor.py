@@ -18,6 +18,7 @@ from sklearn.utils.validation import (  # type: ignore[import-untyped]
 )
 
 from ..data.columns import Column, Columns
+from ..devices import usable_device
 from ..models.transformer_np import TransformerNP
 from .predictor import CHUNK, Predicted, Predictor
 from .trained import PRETRAINED, load_trained
@@ -125,12 +126,13 @@ class TransformerNPRegressor(RegressorMixin, BaseEstimator):
 
         Args:
             X: rows.
-            n: draws of each.
+            n: draws of each, 1 or more.
             joint: whether the rows of a draw belong together, each in its turn added to the
                 context: one call of the model for each row. Otherwise each row is on its own.
             permuted: with ``joint``, in an order of its own for each draw.
             random_state: a seed, a ``numpy.random.RandomState``, or None.
         """
+        _check_count("n", n)
         x = self._checked(X)
         seed = int(check_random_state(random_state).randint(LARGEST_DRAWN_SEED))
         device = self.predictor_.x.device
@@ -170,10 +172,9 @@ class TransformerNPRegressor(RegressorMixin, BaseEstimator):
                 raise ValueError(f"{name} must be one of {get_args(kind)}; got {value!r}")
         for name in ("chunk", "orders"):
             value = getattr(self, name)
-            if name == "orders" and value is None:
-                continue
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} must be an int of at least 1; got {value!r}")
+            if not (name == "orders" and value is None):
+                _check_count(name, value)
+        usable_device(self.device)
 
     def _loaded(self) -> tuple[TransformerNP, Columns | None]:
         if isinstance(self.model, TransformerNP):
@@ -217,3 +218,9 @@ class TransformerNPRegressor(RegressorMixin, BaseEstimator):
             return Columns(tuple(map(Column.as_is, names)), Column.as_is("y"))
         inputs = [Column.of(name, x[:, n]) for n, name in enumerate(names)]
         return Columns(tuple(inputs), Column.of("y", y))
+
+
+def _check_count(name: str, value: Any) -> None:
+    # True is an int to Python.
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"{name} must be an int of at least 1; got {value!r}")

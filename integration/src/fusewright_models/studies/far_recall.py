@@ -100,7 +100,8 @@ class Curriculum:
         seed: of all batches.
         device: where they are made.
         level: which comes now.
-        shares: of right answers in the last batches of it.
+        shares: of right answers in its batches since it was looked at, which comes once in
+            `LOOKED_AT` batches: the host waits for the device then.
     """
 
     levels: Sequence[tuple[int, int]]
@@ -117,16 +118,14 @@ class Curriculum:
 
     def sample(self, batch: int) -> RecallBatch:
         if len(self.shares) == LOOKED_AT:
-            if self.learned(MASTERED) and self.level + 1 < len(self.levels):
+            if self.level + 1 < len(self.levels) and self.learned(MASTERED):
                 self.level += 1
-                self.shares.clear()
-            else:
-                self.shares.pop(0)
+            self.shares.clear()
         return self.tasks[self.level].sample(batch)
 
     def learned(self, share: float) -> bool:
-        """Whether so many of the last answers were right."""
-        if len(self.shares) < LOOKED_AT - 1:
+        """Whether so many of the last answers were right; not, between two looks."""
+        if len(self.shares) < LOOKED_AT:
             return False
         return float(torch.stack(self.shares).mean()) > share  # sync: which task comes next
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -55,18 +56,22 @@ class Generated(NamedTuple):
 
     @property
     def reading_rate(self) -> float:
-        """Tokens a second."""
-        return self.read / self.reading_seconds
+        """Tokens a second; NaN where none were read at once."""
+        return _ratio(self.read, self.reading_seconds)
 
     @property
     def drawing_rate(self) -> float:
-        """Tokens a second, of all prompts together."""
-        return self.drawn / self.drawing_seconds
+        """Tokens a second, of all prompts together; NaN where it took no time."""
+        return _ratio(self.drawn, self.drawing_seconds)
 
     @property
     def acceptance(self) -> float:
-        """Which share of the drafts was taken."""
-        return self.accepted / self.drafted
+        """Which share of the drafts was taken; NaN of none."""
+        return _ratio(self.accepted, self.drafted)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
 
 
 @torch.no_grad()

@@ -25,11 +25,13 @@ class Sampling:
             first.
         top_p: tokens are drawn from the smallest set of the most likely ones whose probabilities
             reach it, of equally likely ones those of lower numbers first; 1 draws from all.
-        vocab_size: tokens from here on are never drawn; None draws from all of the model's.
+        vocab_size: tokens from here on are never drawn, 1 or more; None draws from all of the
+            model's.
         generator: on the model's device; None takes torch's own.
 
     Raises:
-        ValueError: a temperature below 0, or a top_p that is not above 0 and at most 1.
+        ValueError: a temperature below 0, a top_p that is not above 0 and at most 1, or a
+            vocab_size below 1.
     """
 
     temperature: float = 1.0
@@ -44,6 +46,8 @@ class Sampling:
             )
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be above 0 and at most 1; got {self.top_p}")
+        if self.vocab_size is not None and self.vocab_size < 1:
+            raise ValueError(f"vocab_size must be at least 1; got {self.vocab_size}")
 
     def probabilities(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """What is drawn from.

@@ -11,6 +11,7 @@ from fusewright.gsa.layer.tokens import ranges_of_tokens
 from fusewright_testkit import Yardstick
 from fusewright_testkit.conformance import same_bits
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .test_module import RELU, assert_same_but_for_rounding, layer, tokens
 
@@ -292,6 +293,43 @@ def test_packed_decoding_begins_where_a_prompt_ended():
     y = attention.decode(following, cache, cu_seqlens=torch.arange(4), max_seqlen=1)
     for b, n in enumerate(lengths):
         assert_same_but_for_rounding(y[0, b], attention(x[b : b + 1, : n + 1])[0][0, -1])
+
+
+class Masks(TorchDispatchMode):
+    """Counts what is masked, and what looks for the ends of padding."""
+
+    OPERATIONS = (
+        torch.ops.aten.masked_fill.Scalar,
+        torch.ops.aten.scatter_reduce.two,
+        torch.ops.aten.cumprod.default,
+    )
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in self.OPERATIONS
+        return func(*args, **(kwargs or {}))
+
+
+def test_tokens_without_padding_are_decoded_without_masks():
+    """With the bits of those under a mask that hides none."""
+    attention, x = layer(dtype=F64).eval(), drawn((3, 8), F64)
+    attention.variance_ema.fill_(0.03)
+    found, counts = [], []
+    for mask in (None, torch.ones(3, 1, dtype=torch.bool)):
+        cache = attention.new_cache(3, 8)
+        attention.decode(x[:, :4], cache, torch.arange(4) < torch.tensor([[4], [1], [3]]))
+        for step in range(3):
+            with Masks() as masks:
+                y = attention.decode(x[:, 4 + step : 5 + step], cache, mask)
+            found.append(y)
+        counts.append(masks.count)
+        assert cache.lengths.tolist() == [7, 4, 6]
+    assert all(map(torch.equal, found[:3], found[3:]))
+    # Those of the selection itself are the same.
+    plain = attention.new_cache(3, 8)
+    with Masks() as masks:
+        attention.decode(x[:, :1], plain)
+    assert counts[0] == masks.count < counts[1]
 
 
 M = torch.ones(1, 7, dtype=torch.bool)

@@ -317,11 +317,12 @@ class GatedSparseAttention(nn.Module):
             y = self.decode(rows, cache, mask)
             return tokens_of(y, cu_seqlens, x.shape[1])
         position: int | Tensor = cache.length
-        places, ranges, hidden = None, None, None
+        places, ranges = None, None
         if mask is not None or cache.lengths is not None:
             places = cache.places(x, mask)
-            position, ranges, hidden = places.position, places.key_ranges(), places.hidden
-            x = x.masked_fill(hidden.unsqueeze(-1), 0.0)
+            position, ranges = places.position, places.key_ranges()
+            if places.hidden is not None:
+                x = x.masked_fill(places.hidden.unsqueeze(-1), 0.0)
         q, k, v, gate = self._heads(x, position)
         q_index, k_index, w = self._index(x, position)
         k, v, k_index = cache.extend(k, v, k_index, places=places)

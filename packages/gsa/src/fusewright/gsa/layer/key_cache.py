@@ -18,18 +18,20 @@ class Places(NamedTuple):
     Attributes:
         lengths: ``[B]``, of the sequences before.
         position: ``[B, t]``, each token's in its sequence.
-        first: ``[B, 1]``, the first token of each row that is no padding.
-        hidden: ``[B, t]``, which are padding.
+        first: ``[B, 1]``, the first token of each row that is no padding; None where none is.
+        hidden: ``[B, t]``, which are padding; None where none is.
     """
 
     lengths: Tensor
     position: Tensor
-    first: Tensor
-    hidden: Tensor
+    first: Tensor | None = None
+    hidden: Tensor | None = None
 
     def key_ranges(self) -> Tensor:
         """``[B, t, 2]``: each token sees those up to its own, padding none."""
-        end = (self.position + 1).masked_fill(self.hidden, 0)
+        end = self.position + 1
+        if self.hidden is not None:
+            end = end.masked_fill(self.hidden, 0)
         return torch.stack([torch.zeros_like(end), end], -1)
 
 
@@ -61,13 +63,14 @@ class KeyCache:
     def places(self, x: Tensor, mask: Tensor | None) -> Places:
         """Where the tokens ``[B, t, ..]`` that follow are to stand, and which are padding."""
         batches, tokens = x.shape[:2]
-        if mask is None:
-            mask = torch.ones(batches, tokens, dtype=torch.bool, device=x.device)
         lengths = self.lengths
         if lengths is None:
             lengths = torch.full((batches,), self.length, device=x.device)
         elif batches != self.batches:
             raise ValueError(f"the cache takes tokens of {self.batches} sequences, got {batches}")
+        if mask is None:
+            number = torch.arange(tokens, device=x.device)
+            return Places(lengths, lengths.unsqueeze(1) + number)
         ranges = ranges_of_tokens(batches, tokens, mask, None)
         assert ranges is not None
         place, hidden = places_of(tokens, ranges)
@@ -107,8 +110,11 @@ class KeyCache:
         """
         number = torch.arange(new[0].shape[1], device=places.lengths.device)
         row = torch.arange(self.batches, device=number.device).unsqueeze(1)
-        source = (places.first + number).clamp(max=max(len(number) - 1, 0))
         target = places.lengths.unsqueeze(1) + number
+        if places.first is not None:
+            source = (places.first + number).clamp(max=max(len(number) - 1, 0))
+            new = tuple(x[row, source] for x in new)
         for tokens, x in zip(cached, new, strict=True):
-            tokens[row, target] = x[row, source].to(tokens.dtype)
-        self.lengths = places.lengths + (~places.hidden).sum(1)
+            tokens[row, target] = x.to(tokens.dtype)
+        hidden = places.hidden
+        self.lengths = places.lengths + (len(number) if hidden is None else (~hidden).sum(1))

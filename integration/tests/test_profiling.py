@@ -71,6 +71,19 @@ def test_resumed_run_traces_what_is_left_of_the_steps_and_a_stopped_one_what_the
     assert [*ranges(tmp_path)] == ["step 3", "step 4"]
 
 
+def test_steps_that_were_taken_before_the_run_is_resumed_are_told_to_have_no_trace(tmp_path):
+    assert run(*TINY, "--out", tmp_path).exit_code == 0
+    result = run("--resume", tmp_path, "--steps", "8", "--profile", "2:4")
+    assert result.exit_code == 0, result.output
+    told = "no trace of steps 2 to 4 is written: the run goes on from step 6"
+    assert result.output.count(told) == 1
+    assert not (tmp_path / "trace.json.gz").exists()
+    # Nothing is amiss where some are to come.
+    result = run("--resume", tmp_path, "--steps", "10", "--profile", "7:9")
+    assert "no trace" not in result.output
+    assert [*ranges(tmp_path)] == ["step 9"]
+
+
 def test_trace_that_cannot_be_written_is_told_in_a_sentence(tmp_path, monkeypatch):
     """Where temporary files go there may be less room than in the folder."""
 

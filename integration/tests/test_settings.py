@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import pytest
 from fusewright_models.cli import app
+from fusewright_models.cli.commands import run_of
 from fusewright_models.cli.hybrid import HybridRun
 from fusewright_models.cli.options import flag, hints_of
 from fusewright_models.cli.titan_mac import TitanMACRun
@@ -222,6 +223,24 @@ def test_config_of_before_runs_again(tmp_path, text):
     result = invoke(app, "titan-mac", "--config", tmp_path / "config.json", "--out", out)
     assert result.exit_code == 0, result.output
     assert config(out)["steps"] == 1
+
+
+@pytest.mark.parametrize("of_a_run", [True, False])
+def test_config_of_before_says_the_memory_that_all_had_then(tmp_path, of_a_run):
+    """What a caller wrote leaves it to the preset."""
+    run = TitanMACRun.from_flags({"preset": "tiny", "device": "cpu", "memory_rule": "paper"})
+    before = {"model": "titan-mac"} | {name: getattr(run, name) for name in hints_of(TitanMACRun)}
+    for name in ("memory_rule", "memory_length", "memory_layers", "beta1"):
+        del before[name]
+    if of_a_run:
+        before["torch"] = "2.11"
+    (tmp_path / "config.json").write_text(json.dumps(before))
+    found = run_of(TitanMACRun, {"config": tmp_path / "config.json"})
+    memory = found.memory_rule, found.memory_length, found.memory_layers
+    assert memory == (("paper", 100.0, 2) if of_a_run else ("normed", 16384.0, 2))
+    # A flag says more.
+    flags = {"config": tmp_path / "config.json", "memory_rule": "origin"}
+    assert run_of(TitanMACRun, flags).memory_rule == "origin"
 
 
 @pytest.mark.parametrize(

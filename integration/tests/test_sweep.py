@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import shutil
 import signal
@@ -122,6 +123,30 @@ def test_what_was_stopped_is_continued_and_other_settings_are_refused(tmp_path, 
     result = invoke(app, *command, "--steps", "3", "--norm", "post")
     assert result.exit_code == 2
     assert "seed=0; --norm, --steps differ: give another --out" in result.output
+
+
+@pytest.mark.parametrize("place", ["flags", "file"])
+def test_what_is_continued_takes_where_and_how_it_runs_from_the_command(tmp_path, started, place):
+    """All that changes nothing that is trained, and of it what is asked for and differs."""
+    begun, _ = started
+    out, values = tmp_path / "sweep", ["--seed", "0,1", "--out"]
+    assert invoke(app, "sweep", "transformer-np", *FLAGS, *values, out).exit_code == 0
+    folder = out / "seed=1"
+    config = json.loads((folder / "config.json").read_text())
+    shutil.rmtree(folder)
+    folder.mkdir()
+    there = config | {"device": "cuda", "compile": True, "keep": 5, "backend": "triton"}
+    (folder / "config.json").write_text(json.dumps(there))
+    begun.clear()
+    if place == "flags":
+        asked = [*FLAGS, "--no-compile", "--keep", "3"]
+    else:
+        (tmp_path / "run.toml").write_text('device = "cpu"\ncompile = false\nkeep = 3\n')
+        asked = ["--preset", "tiny", "--steps", "2", "--config", tmp_path / "run.toml"]
+    invoke(app, "sweep", "transformer-np", *asked, *values, out)
+    (command,) = begun
+    assert command[:3] == ["transformer-np", "--resume", str(folder)]
+    assert sorted(command[3:]) == ["--device", "--keep", "--no-compile", "3", "cpu"]
 
 
 @pytest.mark.parametrize(

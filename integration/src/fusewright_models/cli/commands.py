@@ -245,11 +245,20 @@ def run_of(kind: type[RunT], flags: Mapping[str, Any]) -> RunT:
     Raises:
         TypeError, ValueError, OSError: they cannot be served.
     """
+    return kind.from_flags(said_by(kind, flags))
+
+
+def said_by(kind: type[Run], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that flags say, and of others those of a file that one of them names.
+
+    Raises:
+        OSError, ValueError: the file cannot be read, or has no such settings.
+    """
     said = dict(flags)
     if (file := said.pop("config", None)) is not None:
         # A flag says more than the file.
-        said = read_settings(kind, file) | said
-    return kind.from_flags(said)
+        said = read_settings(kind, file, later=kind.later) | said
+    return said
 
 
 def check_empty(folder: RunFolder) -> None:

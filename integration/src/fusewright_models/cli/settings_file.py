@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,16 @@ from .settings import Settings
 BESIDE = {"model", "torch"}
 
 
-def read_settings(kind: type[Settings], file: Path) -> dict[str, Any]:
+def read_settings(
+    kind: type[Settings], file: Path, *, later: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """What the file says, by name; what it leaves out is the preset's, as with flags.
+
+    Args:
+        kind: of the settings.
+        file: as above.
+        later: settings that runs of before do not have, and what these did: what the config.json of
+            one says by leaving them out.
 
     Raises:
         OSError: it cannot be read.
@@ -37,6 +45,8 @@ def read_settings(kind: type[Settings], file: Path) -> dict[str, Any]:
     if model != kind.model_name:
         raise ValueError(f"wanted settings of {kind.model_name} in {file}; got those of {model}")
     named = by_new_names({name: x for name, x in found.items() if name not in BESIDE})
+    if later is not None and found.keys() >= BESIDE:
+        named = {name: x for name, x in later.items() if name in hints_of(kind)} | named
     for name in named:
         if name not in hints_of(kind):
             raise ValueError(f"{file}: no setting is called {name}{_meant(name, hints_of(kind))}")

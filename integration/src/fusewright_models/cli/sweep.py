@@ -23,7 +23,15 @@ from rich.table import Table
 
 from ..training import RunFolder, StopSignals
 from ..training.files import make_folder, write
-from .commands import Run, plain_console, read_run, results_in, run_of, usage_errors
+from .commands import (
+    NOT_TRAINED,
+    Run,
+    plain_console,
+    read_run,
+    results_in,
+    said_by,
+    usage_errors,
+)
 from .generate import KINDS
 from .options import flag
 from .settings_file import by_new_names
@@ -58,12 +66,14 @@ class Member:
     Attributes:
         values: that tell it from the others.
         arguments: of the command that begins it, but for its folder.
+        anyhow: settings that are asked for and change nothing that is trained.
         run: its settings.
         folder: of its files; its output is in a file of the same name and .log beside it.
     """
 
     values: Mapping[str, str]
     arguments: list[str]
+    anyhow: Mapping[str, Any]
     run: Run
     folder: RunFolder
 
@@ -80,7 +90,9 @@ class Member:
         """That begins it, or takes it up where it was left."""
         program = [sys.executable, "-m", "fusewright_models", self.run.model_name]
         if self.folder.holds_a_run:
-            return [*program, "--resume", str(self.folder.path)]
+            there = read_run(type(self.run), self.folder)
+            others = {name: x for name, x in self.anyhow.items() if getattr(there, name) != x}
+            return [*program, "--resume", str(self.folder.path), *arguments_of(others)]
         return [*program, *self.arguments, "--out", str(self.folder.path)]
 
     def scores(self) -> dict[str, Any] | None:
@@ -155,9 +167,12 @@ def members_of(
         raise ValueError(f"wanted one of {', '.join(MODELS)}; got {model}")
     members = []
     for values, given in combinations(arguments):
-        run = run_of(MODELS[model], settings_of(commands[model], model, given))
+        kind = MODELS[model]
+        said = said_by(kind, settings_of(commands[model], model, given))
+        anyhow = {each: x for each, x in said.items() if each in NOT_TRAINED}
         name = ",".join(f"{each}={value}" for each, value in values.items()).replace(os.sep, "_")
-        members.append(Member(values, given, run, RunFolder(out / name)))
+        folder = RunFolder(out / name)
+        members.append(Member(values, given, anyhow, kind.from_flags(said), folder))
     # By names, which are those of folders, and by what is trained: 0.001 is 1e-3.
     if min(len({m.name for m in members}), len({m.run for m in members})) < len(members):
         raise ValueError("wanted different values of a flag; got one twice")
@@ -214,6 +229,17 @@ def settings_of(command: Any, model: str, arguments: list[str]) -> dict[str, Any
     if refused := [name for name in LEFT_OUT if name in flags]:
         raise ValueError(f"a sweep has no {flag(refused[0])} of its runs")
     return by_new_names(flags)
+
+
+def arguments_of(settings: Mapping[str, Any]) -> list[str]:
+    """Flags that say them."""
+    found: list[str] = []
+    for name, value in settings.items():
+        if isinstance(value, bool):
+            found.append(flag(name if value else f"no_{name}"))
+        else:
+            found += [flag(name), str(value)]
+    return found
 
 
 def check_same(member: Member) -> None:

@@ -332,6 +332,8 @@ class Trainer:
         )
         if trained != self.config.steps:
             self._tell_of_other_length(trained, kept)
+        if self.trace is not None:
+            self.trace.tell_of_steps_before(self.step + 1)
         # All have read what the first one goes on to write.
         self.processes.wait()
 

@@ -67,6 +67,14 @@ class Trace:
         with record_function(f"step {number}"):
             yield
 
+    def tell_of_steps_before(self, first: int) -> None:
+        """Say so where a run goes on from step ``first``, and none of these steps is to come."""
+        if self.steps[-1] < first:
+            self.say(
+                f"no trace of steps {self.steps[0]} to {self.steps[-1]} is written: the run goes "
+                f"on from step {first}"
+            )
+
     def ends_with(self, number: int) -> bool:
         """Whether the step of that number is the last one of a trace that has begun."""
         return self.profiler is not None and number == self.steps[-1]

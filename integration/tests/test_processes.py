@@ -191,6 +191,31 @@ def test_what_several_processes_cannot_do_is_refused_in_a_sentence(tmp_path, tex
     assert not folder.exists()
 
 
+def test_an_evaluation_that_cannot_be_is_refused_once(tmp_path, text):
+    """Whether that shows before the processes have met or behind, in all of them or in one."""
+    run = tmp_path / "run"
+    flags = ["titan-mac", *SIZES, "--steps", "1", "--dataset", text, "--seq-len", "32"]
+    results = run_together(
+        [
+            Command([*flags, "--out", run]),
+            Command(["evaluate", tmp_path / "nowhere"]),
+            Command(["evaluate", run, "--device", "quantum"]),
+            Command(["evaluate", run, "--seq-len", "16"], lost="state.pt"),
+            Command(["evaluate", run, "--seq-len", "16"]),
+        ]
+    )
+    sentences = (
+        "wanted the folder of a run with config.json",
+        "--device must be cpu, cuda or cuda:N; got 'quantum'",
+        "wanted a checkpoint in",
+    )
+    for place, sentence in enumerate(sentences, 1):
+        codes, outputs = zip(*(of_rank[place] for of_rank in results), strict=True)
+        assert codes == (2, 2), outputs
+        assert [sentence in output for output in outputs].count(True) == 1, outputs
+    assert [of_rank[-1][0] for of_rank in results] == [0, 0]
+
+
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_one_process_is_told_how_to_start_several(parallel, tmp_path):
     folder = tmp_path / "run"

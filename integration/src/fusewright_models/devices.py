@@ -16,12 +16,20 @@ def checked_device(name: str) -> torch.device:
     Raises:
         ValueError: it is neither the CPU nor a CUDA device that torch can use here.
     """
+    check_device_name(name)
+    return usable_device(name, asked_by="--device")
+
+
+def check_device_name(name: str) -> None:
+    """
+    Raises:
+        ValueError: it is neither that of the CPU nor of a CUDA device, or torch sees none of those.
+    """
     kind = name.partition(":")[0]
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu, cuda or cuda:N; got {name!r}")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {name} needs a CUDA device, and torch sees none")
-    return usable_device(name, asked_by="--device")
 
 
 def usable_device(device: torch.device | str, *, asked_by: str = "device") -> torch.device:

@@ -39,7 +39,7 @@ from ..training import (
     wandb_library,
     wandb_logger,
 )
-from ..training.processes import join, launched, process_count
+from ..training.processes import is_first_of_host, join, launched, process_count
 from ..training.reporting.loggers import Logger
 from .options import check_values, flag
 from .settings import Settings
@@ -483,6 +483,36 @@ def usage_errors(file: Path | None = None) -> Iterator[None]:
         yield
     except (ValueError, OSError, RuntimeError) as error:
         raise typer.BadParameter(f"{file}: {error}" if file else str(error)) from error
+
+
+@contextmanager
+def host_usage_errors() -> Iterator[None]:
+    """Likewise of what all processes of a host find alike: the first of them says so."""
+    try:
+        with usage_errors():
+            yield
+    except typer.BadParameter as error:
+        if is_first_of_host():
+            raise
+        raise typer.Exit(error.exit_code) from None
+
+
+@contextmanager
+def shared_usage_errors(processes: Processes) -> Iterator[None]:
+    """Likewise of what any process may find: all end, and the first one that has found it says
+    so.
+    """
+    refusal: typer.BadParameter | None = None
+    try:
+        with usage_errors():
+            yield
+    except typer.BadParameter as error:
+        refusal = error
+    found = processes.told(refusal is not None)
+    if refusal is not None and found.index(True) == processes.rank:
+        raise refusal
+    if any(found):
+        raise typer.Exit(typer.BadParameter.exit_code)
 
 
 def results_in(console: Console, folder: RunFolder) -> None:

@@ -12,9 +12,17 @@ from torch import distributed
 
 from ..text import ByteModel
 from ..training import RunFolder
-from ..training.processes import join, leaving
+from ..training.processes import check_device_of_all, join, leaving
 from ..training.shortage import asked_for
-from .commands import check_device, plain_console, read_run, score_table, usage_errors
+from .commands import (
+    check_device,
+    host_usage_errors,
+    plain_console,
+    read_run,
+    score_table,
+    shared_usage_errors,
+    usage_errors,
+)
 from .generate import kind_of
 from .weights import load_model
 
@@ -37,9 +45,12 @@ def evaluate_run(run: Path, flags: dict[str, Any]) -> None:
         typer.Exit: memory ran out.
     """
     folder = RunFolder(run)
-    with usage_errors():
+    with host_usage_errors():
         trained = replace(read_run(kind_of(folder), folder), **OF_TRAINING | flags)
+        check_device_of_all(trained.device)
+    with usage_errors():
         processes = join(None, trained.device)
+    with shared_usage_errors(processes):
         check_device(trained)
         corpus = trained.corpus()
         model = trained.model(corpus.tokenizer.vocab_size)

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ..choices import Parallel
-from ..devices import checked_device
+from ..devices import check_device_name, checked_device
 from .source import Batch
 
 # What torchrun tells each process.
@@ -55,6 +55,23 @@ def launched() -> bool:
 def process_count() -> int:
     """How many are started together."""
     return int(os.environ["WORLD_SIZE"]) if launched() else 1
+
+
+def is_first_of_host() -> bool:
+    """Whether this process is the one of several on its host that tells what is true of all."""
+    return not launched() or os.environ["LOCAL_RANK"] == "0"
+
+
+def check_device_of_all(device: str) -> None:
+    """
+    Raises:
+        ValueError: it is no device that processes can take each one of, or that torch sees.
+    """
+    if launched() and device.startswith("cuda:"):
+        raise ValueError(
+            f"wanted --device cuda, of which each process takes the one of its number; got {device}"
+        )
+    check_device_name(device)
 
 
 class Processes:
@@ -291,10 +308,7 @@ def join(parallel: Parallel | None, device: str) -> Processes:
     """
     if not launched():
         return ALONE
-    if device.startswith("cuda:"):
-        raise ValueError(
-            f"wanted --device cuda, of which each process takes the one of its number; got {device}"
-        )
+    check_device_of_all(device)
     if device == "cuda":
         where = checked_device(f"cuda:{os.environ['LOCAL_RANK']}")
         # What "cuda" means from here on.

@@ -24,6 +24,7 @@ MEASURED = {
     "padded_tokens_per_second",
     "seconds",
     "evaluation_seconds",
+    "evaluation_share",
     "mfu",
     "peak_memory_mib",
 }

@@ -22,14 +22,14 @@ class Stood(CapturedStepper):
     def running(self):
         return nullcontext()
 
-    def _capture(self, key, work):
+    def _capture(self, key, work, fail):
         def replay():
             before = counts(self.optimizer)
             work()
             set_counts(self.optimizer, before)
 
         if self.fails:
-            self._fail(RuntimeError("it cannot be"))
+            fail(RuntimeError("it cannot be"))
         else:
             self.graphs[key] = SimpleNamespace(replay=replay)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fusewright_models.data import DrawnAhead, Size, drawn_ahead, make_sampler
 from fusewright_models.data.ahead import TURNS
-from fusewright_models.training.captured import tensors_of
+from fusewright_models.training.held_batches import tensors_of
 
 
 def ahead(batches=3, name="gp-rbf", **kinds):

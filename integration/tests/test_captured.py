@@ -17,15 +17,11 @@ from fusewright_models.training import (
     Trainer,
     TrainingConfig,
     captured,
+    held_batches,
     make_optimizer,
 )
-from fusewright_models.training.captured import (
-    WARM_UP,
-    CapturedStepper,
-    shape_of,
-    tensors_of,
-    with_tensors,
-)
+from fusewright_models.training.captured import WARM_UP, CapturedStepper
+from fusewright_models.training.held_batches import shape_of, tensors_of, with_tensors
 
 from .stood import Stood, leave_out_streams
 from .trainers import assert_same_bits, quiet_trainer, tiny, training_lines
@@ -91,7 +87,8 @@ def test_accumulated_batches_of_many_shapes_are_replayed(tmp_path):
 
 
 def test_shapes_beyond_the_most_stay_eager_and_are_told_of_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(captured, "MOST_SHAPES", 3)
+    for module in (captured, held_batches):
+        monkeypatch.setattr(module, "MOST_SHAPES", 3)
     one, other = run_both(tmp_path, ragged=False)
     assert other.console.file.getvalue().count("of more than 3 shapes of batches") == 1
     assert len(other.stepper.batches) == 3

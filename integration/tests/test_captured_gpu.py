@@ -21,7 +21,7 @@ from fusewright_testkit import no_synchronisation
 from rich.console import Console
 
 from . import trainers as of_trainers
-from .trainers import MODELS, quiet_trainer, tiny
+from .trainers import MODELS, quiet_trainer, score_of, tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("without_pictures")]
 CONFIG = TrainingConfig(
@@ -43,9 +43,12 @@ def make(
     data="digits",
     loss=None,
     extra=False,
+    held_out=False,
     **changes,
 ) -> Trainer:
-    """With ``extra`` the model has a parameter of that name that the plain loss does not know."""
+    """With ``extra`` the model has a parameter of that name that the plain loss does not know; with
+    ``held_out`` evaluations are what the programs' are.
+    """
     given = {"ragged": ragged, "padded": padded, "data": data}
     model, source, plain = tiny(model_name, device="cuda", length=100, **given)
     if extra:
@@ -55,10 +58,14 @@ def make(
     rows = source.sample(8)
 
     def evaluation() -> dict[str, float]:
+        if held_out:
+            return score_of(model_name, model, trainer.stepper.scored, device="cuda")
         with torch.no_grad():
             return {"score": float(plain(model, rows))}
 
-    return quiet_trainer(path, model, source, loss or plain, optimizer, config, evaluate=evaluation)
+    parts = model, source, loss or plain, optimizer, config
+    trainer = quiet_trainer(path, *parts, evaluate=evaluation)
+    return trainer
 
 
 def run_both(path, model_name, **options) -> list[Trainer]:
@@ -91,6 +98,18 @@ def test_captured_training_has_the_bits_of_eager_training(tmp_path, model, name)
 
 
 @pytest.mark.parametrize("model", MODELS)
+def test_captured_evaluations_have_the_numbers_of_eager_ones(tmp_path, model):
+    """Between captured steps, whose graphs use the same memory."""
+    options = {"held_out": True, "evaluate_every": 4, "steps": FEW}
+    one, other = run_both(tmp_path, model, **options)
+    assert_same_bits(one, other)
+    # Each has three shapes of batches.
+    assert len(other.stepper.scores) == 3
+    assert len(other.stepper.graphs) == 2 + 3
+    assert "eager" not in other.console.file.getvalue()
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_accumulated_batches_are_captured(tmp_path, model):
     trainers = run_both(tmp_path, model, accumulation_steps=3)
     # The first batch finds no gradients, the others do.
@@ -112,7 +131,8 @@ def test_batches_of_many_shapes_are_captured_each(tmp_path):
 
 
 def test_shapes_beyond_the_most_stay_eager(tmp_path, monkeypatch):
-    monkeypatch.setattr("fusewright_models.training.captured.MOST_SHAPES", 3)
+    for module in ("captured", "held_batches"):
+        monkeypatch.setattr(f"fusewright_models.training.{module}.MOST_SHAPES", 3)
     trainers = run_both(tmp_path, "transformer-np", ragged=False, steps=100)
     assert trainers[1].console.file.getvalue().count("more than 3 shapes of batches") == 1
     assert_same_bits(*trainers)

@@ -30,6 +30,7 @@ from .trainers import tiny
 pytestmark = pytest.mark.usefixtures("without_pictures", "short_samples")
 CONFIG = TrainingConfig(steps=100, batch_size=4, evaluate_every=30)
 SHARE = 0.03
+TIMES = "seconds", "evaluation_seconds"
 OF_EACH = [
     *((TransformerNPRun, name) for name in TRANSFORMER_NP),
     *((TitanMACRun, name) for name in TITAN_MAC_PRESETS),
@@ -83,6 +84,24 @@ def test_last_evaluation_reads_everything_and_those_before_it_a_part(tmp_path, t
     assert [line["held_out_tokens"] for line in whole] == [read[2]] * 3
     names = ("held_out_bits_per_byte", "order_2_bits_per_byte")
     assert [whole[-1][name] for name in names] == [lines[-1][name] for name in names]
+
+
+def test_evaluations_tell_their_share_of_the_seconds_so_far(tmp_path):
+    flags = ["--preset", "tiny", "--steps", "2", "--eval-every", "1", "--out", tmp_path]
+    assert invoke(app, "transformer-np", *flags).exit_code == 0
+    # Those before the run was taken up count.
+    assert invoke(app, "transformer-np", "--resume", tmp_path, "--steps", "4").exit_code == 0
+    lines = metrics(tmp_path)
+    shares = [place for place, line in enumerate(lines) if "evaluation_share" in line]
+    assert [lines[place]["step"] for place in shares] == [0, 1, 2, 3, 4]
+    for place in shares:
+        seconds, evaluating = (
+            sum(line.get(name, 0.0) for line in lines[: place + 1]) for name in TIMES
+        )
+        expected = evaluating / (seconds + evaluating)
+        assert lines[place]["evaluation_share"] == pytest.approx(expected)
+    # At first there are no others.
+    assert lines[0]["evaluation_share"] == 1.0
 
 
 def test_part_of_a_text_is_scored_as_a_text_that_ends_there():

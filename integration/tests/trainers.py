@@ -16,8 +16,8 @@ from fusewright_models import (
 from fusewright_models.cli.presets import TRANSFORMER_NP
 from fusewright_models.cli.titan_mac import next_token_loss
 from fusewright_models.cli.transformer_np import negative_log_likelihood
-from fusewright_models.data import make_sampler
-from fusewright_models.text import Windows
+from fusewright_models.data import Evaluator, make_sampler
+from fusewright_models.text import Windows, evaluate_text
 from fusewright_models.training import RunFolder, Trainer
 from rich.console import Console
 from torch.utils import _pytree as pytree
@@ -62,6 +62,18 @@ def tiny(
     shape = TRANSFORMER_NP["tiny"].architecture
     model = TransformerNP(TransformerNPConfig(x_width=source.x_width, **shape)).to(device)
     return model, source, negative_log_likelihood
+
+
+def score_of(name: str, model, compute, *, device: str = "cpu") -> dict[str, float]:
+    """Of either model on what is held out, in batches of several shapes."""
+    if name == "titan-mac":
+        text = torch.randint(97, 105, (190,), generator=torch.Generator().manual_seed(1))
+        sizes = {"length": 20, "batch_size": 2, "text_bytes": 189}
+        found = evaluate_text(model, text.to(device), **sizes, compute=compute)
+    else:
+        sampler = make_sampler("digits", held_out=True, device=device)
+        found = Evaluator(sampler, batch_size=2).score(model, 3, compute=compute)
+    return {"held_out_log_likelihood": found.log_likelihood}
 
 
 def quiet_trainer(path: Path, model, source, loss, optimizer, config, **options) -> Trainer:

@@ -228,9 +228,9 @@ class HeldOutText:
         self.bytes_per_token = len(corpus.held_out_text) / (len(corpus.held_out) - 1)
         self.scored_bytes = corpus.scored_bytes(by_document=run.documents)
 
-    def score(self, model: Any, processes: Processes = ALONE) -> dict[str, float]:
-        """The numbers of an evaluation, by name."""
-        result = self.run.score(model, self.corpus, self.scored_bytes, processes=processes)
+    def score(self, model: Any, **options: Any) -> dict[str, float]:
+        """The numbers of an evaluation, by name; options as of `evaluate_text`."""
+        result = self.run.score(model, self.corpus, self.scored_bytes, **options)
         return {
             "held_out_bits_per_byte": result.bits_per_byte,
             "order_2_bits_per_byte": self.order_2,
@@ -280,11 +280,14 @@ def train_on_text(
     whole = HeldOutText(run, corpus, order_2)
     part = HeldOutText(run, corpus.beginning(run.part_tokens(len(corpus.held_out) - 1)), order_2)
 
+    def scored(text: HeldOutText) -> dict[str, float]:
+        return text.score(model, processes=processes, compute=trainer.stepper.scored)
+
     trainer = Trainer(
         *(model, windows, loss_function, chosen, training, folder),
         console=console,
-        evaluate=lambda: whole.score(model, processes),
-        evaluate_part=lambda: part.score(model, processes),
+        evaluate=lambda: scored(whole),
+        evaluate_part=lambda: scored(part),
         choices=run.choices,
         processes=processes,
         operations=operations,

@@ -229,7 +229,7 @@ def train_transformer_np(flags: dict[str, Any]) -> None:
     evaluator = Evaluator(held_out, batch_size=batch_size, processes=processes)
 
     def evaluation(tasks: int, *, last: bool = False) -> dict[str, float]:
-        result = evaluator.score(model, tasks // batch_size)
+        result = evaluator.score(model, tasks // batch_size, compute=trainer.stepper.scored)
         return {
             "held_out_log_likelihood": result.log_likelihood,
             "held_out_standard_error": result.standard_error,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ..models.transformer_np import TransformerNP
 from ..training.processes import ALONE, Processes
+from ..training.source import Compute, directly
 from .calibration import BINS, LEVELS, binned, covered, mixture_crps
 from .task import Sampler, Task
 
@@ -58,13 +60,16 @@ class Evaluator:
         self.references: dict[int, Tensor] = {}
 
     @torch.no_grad()
-    def score(self, model: TransformerNP, batches: int) -> Evaluation:
-        """Of so many batches."""
+    def score(
+        self, model: TransformerNP, batches: int, *, compute: Compute = directly
+    ) -> Evaluation:
+        """Of so many batches, whose scores ``compute`` computes."""
         sampler, count, rank = self.sampler, self.processes.count, self.processes.rank
         sampler.reset()
         scores = torch.zeros(
             1 + KINDS, batches, self.batch_size, dtype=torch.float64, device=sampler.device
         )
+        ours = partial(scores_of, model)
         for number in range(batches):
             task = sampler.sample(self.batch_size)
             whose = number % count
@@ -73,17 +78,18 @@ class Evaluator:
             if self.processes.shares_rows:
                 # Each has as many targets, so that the mean over all is that of the means.
                 part: Any = self.processes.rows(task, self.batch_size)
-                scores[1:, number] = scores_of(model, part) / count
+                scores[1:, number] = compute(ours, part) / count
             elif whose == rank:
-                scores[1:, number] = scores_of(model, task)
+                scores[1:, number] = compute(ours, task)
             elif number == batches - 1 and whose < rank:
                 # It has none of the last ones: all call a sharded model as often.
-                scores_of(model, task)
+                compute(ours, task)
         by_task = self.processes.add_(scores).flatten(1)
         mean, error = by_task.mean(1), by_task.std(1) / by_task.shape[1] ** 0.5
         means, errors = torch.stack([mean, error]).tolist()  # sync: the result of the evaluation
-        reference, ours, crps, *shares = means
-        return Evaluation(ours, errors[1], reference, errors[0], crps, *_calibration(shares))
+        reference, mean_of_model, crps, *shares = means
+        told = mean_of_model, errors[1], reference, errors[0], crps
+        return Evaluation(*told, *_calibration(shares))
 
     def _reference(self, number: int, task: Task) -> Tensor:
         """Of each task of the batch of this number, computed once."""

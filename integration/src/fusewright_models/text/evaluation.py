@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..training.processes import ALONE, Processes
+from ..training.source import Compute, directly
 from .windows import NOTHING, TextBatch, windows_of
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ def evaluate_text(
     ends: np.ndarray | None = None,
     group: ProcessGroup | None = None,
     processes: Processes = ALONE,
+    compute: Compute = directly,
 ) -> TextEvaluation:
     """Score a stream of tokens in order, window after window, the last one shorter.
 
@@ -69,6 +72,7 @@ def evaluate_text(
             stream and the result whole. The first ones go on with the next windows while the last
             ones read theirs.
         processes: of which each reads its share of the windows, where they do not share tokens.
+        compute: computes what each batch of windows adds.
 
     Raises:
         ValueError: no token is predicted, or no bytes.
@@ -84,28 +88,35 @@ def evaluate_text(
     else:
         batches = [*document_batches(stream, ends, length, batch_size)]
     nats = torch.zeros((), dtype=torch.float64, device=stream.device)
-    shared = {} if group is None else {"group": group}
+    ours = partial(nats_of, model, group=group)
     rounds = -(-len(batches) // processes.count)
     for number in range(processes.rank, rounds * processes.count, processes.count):
         # Those that have none of the last ones read it too: all call a sharded model as often.
-        batch = batches[min(number, len(batches) - 1)]
-        windows, targets = batch.windows.long(), batch.targets
-        if group is not None:
-            windows, targets = own_part(windows, group, 1), own_part(targets, group)
-        if batch.predicted is not None:
-            count = (targets != NOTHING).sum()
-            loss = model.loss(windows, targets=targets, **shared).double()
-            # A mean over no tokens is no number.
-            sum_of_batch = torch.where(count > 0, loss * count, 0.0)
-        else:
-            loss = model.loss(windows, **shared).double()
-            sum_of_batch = loss * targets.numel() if targets.numel() else torch.zeros_like(nats)
+        added = compute(ours, batches[min(number, len(batches) - 1)])
         if number < len(batches):
-            nats += sum_of_batch
+            nats += added
     if group is not None:
         torch.distributed.all_reduce(nats, group=group)
     total = float(processes.add_(nats))  # sync: the result of the evaluation
     return TextEvaluation(-total / predicted, total / math.log(2.0) / text_bytes)
+
+
+def nats_of(model: LanguageModel, batch: TextBatch, *, group: ProcessGroup | None = None) -> Tensor:
+    """Minus the sum of log p(token) over the tokens that a batch predicts, those of this process's
+    part where a ``group`` shares them, 0-d in fp64.
+    """
+    windows, targets = batch.windows.long(), batch.targets
+    shared: dict[str, Any] = {}
+    if group is not None:
+        windows, targets = own_part(windows, group, 1), own_part(targets, group)
+        shared = {"group": group}
+    if batch.predicted is None:
+        loss = model.loss(windows, **shared).double()
+        return loss * targets.numel() if targets.numel() else torch.zeros_like(loss)
+    count = (targets != NOTHING).sum()
+    loss = model.loss(windows, targets=targets, **shared).double()
+    # A mean over no tokens is no number.
+    return torch.where(count > 0, loss * count, 0.0)
 
 
 def batches_of(stream: Tensor, length: int, batch_size: int) -> Iterator[TextBatch]:

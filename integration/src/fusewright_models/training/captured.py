@@ -6,7 +6,7 @@ another for each pattern of things that happen in it. A graph is captured once i
 taken eagerly, so that everything is compiled, tuned and allocated. Gradients stay in one place
 between the graphs, and batches are copied to where a graph reads them: eager and replayed parts of
 steps follow one another in any order, and have the same bits. Several processes average their
-gradients between the two graphs.
+gradients between the two graphs. What an evaluation computes of a batch is a graph likewise.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from fusewright.optimizer import DeepNestedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from .config import TrainingConfig
 from .gradients import HeldGradients
+from .held_batches import MOST_SHAPES, HeldBatches
 from .optimizer_traits import counts, kind, pattern, rate_dtype, set_counts
 from .processes import ALONE, Processes
 from .source import Batch, Told
@@ -33,8 +32,6 @@ from .stepper import Stepper
 
 # The like of a graph is taken so often before it is captured.
 WARM_UP = 2
-# Each graph holds as many nodes as its step has launches: of more shapes the others stay eager.
-MOST_SHAPES = 128
 
 
 def obstacle(optimizer: Optimizer, processes: Processes = ALONE) -> str | None:
@@ -88,7 +85,8 @@ class CapturedStepper(Stepper):
     """Takes the same steps from CUDA graphs, where there is one.
 
     Where a capture fails, or a batch gives gradients to other parameters than those before, all
-    further steps are eager and ``say`` is told why, once; with ``capture=True`` that is an error.
+    further steps and evaluations are eager and ``say`` is told why, once; with ``capture=True``
+    that is an error. Where one of an evaluation fails, evaluations alone are eager from then on.
     Other gradients are an error among several processes, which would average what does not belong
     together.
     """
@@ -105,7 +103,7 @@ class CapturedStepper(Stepper):
     def forget(self) -> None:
         super().forget()
         self._drop_graphs()
-        self.many_told = False
+        self.many_told = self.scores_failed = False
         self.seen: Counter[Hashable] = Counter()
         self.held = HeldGradients(self.parameters, self.processes)
 
@@ -116,8 +114,9 @@ class CapturedStepper(Stepper):
             forget()
         self.pool = torch.cuda.graph_pool_handle()
         self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        # The batch that the graphs of a shape read.
-        self.batches: dict[Hashable, Any] = {}
+        # What graphs of training and those of evaluations read, and what the latter write.
+        self.batches, self.scored_batches = HeldBatches(), HeldBatches()
+        self.scores: dict[Hashable, Tensor] = {}
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -146,25 +145,19 @@ class CapturedStepper(Stepper):
             self._backward(batch, first)
             return
         shape, kept = held
-        self._run((shape, first), lambda: self._backward(kept, first))
+        self._run((shape, first), lambda: self._backward(kept, first), self._fail)
 
     def _held(self, batch: Batch) -> tuple[Hashable, Any] | None:
         """The batch in memory that stays, and its shape; None where it is of one shape too many."""
-        shape = shape_of(batch)
-        if shape is None:
-            self._fail(ValueError(f"a {type(batch).__name__} is no dataclass of tensors"))
+        try:
+            held = self.batches.hold(batch)
+        except ValueError as error:
+            self._fail(error)
             return None
-        tensors = tensors_of(batch)
-        if shape in self.batches:
-            torch._foreach_copy_(tensors_of(self.batches[shape]), tensors)
-        elif len(self.batches) < MOST_SHAPES:
-            self.batches[shape] = with_tensors(batch, [x.clone() for x in tensors])
-        else:
-            if not self.many_told:
-                self.say(f"of more than {MOST_SHAPES} shapes of batches the others stay eager")
+        if held is None and not self.many_told:
+            self.say(f"of more than {MOST_SHAPES} shapes of batches the others stay eager")
             self.many_told = True
-            return None
-        return shape, self.batches[shape]
+        return held
 
     def _backward(self, batch: Any, first: bool) -> None:
         """Leaves the gradients where they stay, as long as there may be graphs of them."""
@@ -186,16 +179,52 @@ class CapturedStepper(Stepper):
 
     def update(self) -> None:
         before = counts(self.optimizer)
-        replayed = self._run(pattern(self.optimizer), self.move)
+        replayed = self._run(pattern(self.optimizer), self.move, self._fail)
         if replayed:
             set_counts(self.optimizer, [number + 1 for number in before])
 
-    def _run(self, key: Hashable, work: Callable[[], None]) -> bool:
+    def scored(self, work: Callable[[Any], Tensor], batch: Any) -> Tensor:
+        if self.failed or self.scores_failed:
+            return work(batch)
+        try:
+            held = self.scored_batches.hold(batch)
+        except ValueError as error:
+            self._fail_scores(error)
+            held = None
+        if held is None:
+            return work(batch)
+        shape, kept = held
+
+        def score() -> None:
+            # What an eager batch has cast for autocast is gone when a graph is replayed.
+            with self.autocast(cached=False):
+                found = work(kept)
+            if shape in self.scores:
+                self.scores[shape].copy_(found)
+            else:
+                # An eager batch comes first.
+                self.scores[shape] = found.clone()
+
+        self._run(("scores", shape), score, self._fail_scores)
+        # The next batch of the shape writes there.
+        return self.scores[shape].clone()
+
+    def _fail_scores(self, error: BaseException) -> None:
+        """Say so once, and let go of the graphs of evaluations."""
+        self.scores_failed = True
+        for shape in self.scores:
+            self.graphs.pop(("scores", shape), None)
+        self.scored_batches, self.scores = HeldBatches(), {}
+        self.say(f"evaluations are eager: {reason_of(error)}")
+
+    def _run(
+        self, key: Hashable, work: Callable[[], None], fail: Callable[[BaseException], None]
+    ) -> bool:
         """Replay the graph of this key, which may have to be captured first; or do the work eagerly
-        and return False.
+        and return False. Where the capture fails, ``fail`` is told why.
         """
         if key not in self.graphs and not self.failed and self.seen[key] >= WARM_UP:
-            self._capture(key, work)
+            self._capture(key, work, fail)
         if key in self.graphs:
             self.graphs[key].replay()
             return True
@@ -203,7 +232,9 @@ class CapturedStepper(Stepper):
         work()
         return False
 
-    def _capture(self, key: Hashable, work: Callable[[], None]) -> None:
+    def _capture(
+        self, key: Hashable, work: Callable[[], None], fail: Callable[[BaseException], None]
+    ) -> None:
         before = counts(self.optimizer), [p.grad for p in self.parameters]
         generator = torch.cuda.default_generators[self.stream.device_index]
         state = generator.clone_state()
@@ -222,13 +253,13 @@ class CapturedStepper(Stepper):
             for p, g in zip(self.parameters, before[1], strict=True):
                 p.grad = g
             # What ended the capture, rather than that it ended.
-            self._fail(error.__context__ or error)
+            fail(error.__context__ or error)
             return
         self.graphs[key] = graph
 
     def _fail(self, error: BaseException) -> None:
         """Say so once, and let go of what is captured: it is not replayed any more."""
-        reason = str(error).partition("\n")[0]
+        reason = reason_of(error)
         if self.config.capture is True:
             kind_of = ValueError if isinstance(error, ValueError) else RuntimeError
             raise kind_of(f"wanted steps that are captured; {reason}") from error
@@ -237,6 +268,11 @@ class CapturedStepper(Stepper):
         if not self.processes.several:
             self.held = HeldGradients(self.parameters, self.processes)
         self.say(f"steps are eager: {reason}")
+
+
+def reason_of(error: BaseException) -> str:
+    """The lines below the first are advice to programmers."""
+    return str(error).partition("\n")[0]
 
 
 @contextmanager
@@ -251,25 +287,3 @@ def uncollected() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-def parts_of(batch: Any) -> dict[str, Any]:
-    return {field.name: getattr(batch, field.name) for field in fields(batch)}
-
-
-def tensors_of(batch: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(parts_of(batch)) if isinstance(x, Tensor)]
-
-
-def with_tensors(batch: Any, tensors: list[Tensor]) -> Any:
-    """The batch with others in the place of its tensors."""
-    given = iter(tensors)
-    return replace(batch, **pytree.tree_map_only(Tensor, lambda _: next(given), parts_of(batch)))
-
-
-def shape_of(batch: Any) -> Hashable | None:
-    """Equal of batches that one graph serves; None of what is no dataclass."""
-    if not is_dataclass(batch):
-        return None
-    leaves, _ = pytree.tree_flatten_with_path(parts_of(batch))
-    return tuple((path, (x.shape, x.dtype) if isinstance(x, Tensor) else x) for path, x in leaves)

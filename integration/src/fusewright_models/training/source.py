@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
@@ -26,6 +26,16 @@ class Batch(Protocol):
 
 BatchT = TypeVar("BatchT", bound=Batch)
 BatchT_co = TypeVar("BatchT_co", bound=Batch, covariant=True)
+
+
+# What an evaluation computes of a batch, and what computes it: `directly`, or a stepper's `scored`,
+# which may replay it.
+Work = Callable[[Any], Tensor]
+Compute = Callable[[Work, Any], Tensor]
+
+
+def directly(work: Work, batch: Any) -> Tensor:
+    return work(batch)
 
 
 class Source(Protocol[BatchT_co]):

@@ -196,9 +196,19 @@ class Stepper:
         self.sums.add_(numbers)
         self.told_sums.add_(told)
 
-    def autocast(self) -> torch.autocast:
+    def scored(self, work: Callable[[Any], Tensor], batch: Any) -> Tensor:
+        """What ``work`` makes of a batch of an evaluation; every time the same function of batches
+        of one shape, which waits for nothing, without gradients.
+        """
+        return work(batch)
+
+    def autocast(self, *, cached: bool = True) -> torch.autocast:
+        """The precision of the training; parameters that are cast stay cast within it where that is
+        ``cached``.
+        """
         bf16 = self.config.precision == "bf16"
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bf16)
+        options: dict[str, Any] = {"dtype": torch.bfloat16, "cache_enabled": cached}
+        return torch.autocast(self.device.type, enabled=bf16, **options)
 
     @contextmanager
     def running(self) -> Iterator[None]:

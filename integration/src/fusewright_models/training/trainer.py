@@ -41,6 +41,7 @@ from .reporting.record import (
     Clock,
     Record,
     Speed,
+    Spent,
     check_means,
     shown,
     state_of,
@@ -129,7 +130,7 @@ class Trainer:
         self.background = Background()
         self.clock = Clock()
         self.speed = Speed(self.device, processes.count, operations)
-        self.incidents = Incidents(config.clip_norm)
+        self.incidents, self.spent = Incidents(config.clip_norm), Spent()
         self.watch = Watch(self.record.say)
         # What the step that is being taken found.
         self.begun: dict[str, Any] | None = None
@@ -322,8 +323,10 @@ class Trainer:
             self.folder.checkpoints.set_aside(after=self.step)
         kept = self.forget_metrics(after=self.step)
         self.record.noted = kept[-1]["step"] if kept else None
+        self.spent = Spent()
         for line in kept:
             self.incidents.look(line)
+            self.spent.look(line)
         evaluations = [line["step"] for line in kept if not is_of_training(line)]
         self.evaluated = evaluations[-1] if evaluations else None
         # Its line may have been torn.
@@ -424,6 +427,7 @@ class Trainer:
         speed = self.speed.numbers(self.clock.tokens, means.padding, self.clock.seconds)
         check_means(means, range(self.step - self.steps_since_log + 1, self.step + 1))
         line = training_line(means, self.stepper.rate, speed)
+        self.spent.look(line)
         for text in self.incidents.look(self.record.note(self.step, line)):
             self.record.say(text)
         self.steps_since_log = 0
@@ -456,6 +460,8 @@ class Trainer:
             numbers = evaluate()
         seconds = time.perf_counter() - before
         self.model.train()
-        self.record.note(self.step, numbers | {"evaluation_seconds": seconds})
+        self.spent.look({"evaluation_seconds": seconds})
+        times = {"evaluation_seconds": seconds, "evaluation_share": self.spent.share}
+        self.record.note(self.step, numbers | times)
         self.evaluated, self.evaluation_lost = self.step, False
         progress.console.print(f"step {self.step}: {shown(numbers)}", highlight=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -98,6 +98,28 @@ class Clock:
         before = time.perf_counter()
         yield
         self.begun += time.perf_counter() - before
+
+
+class Spent:
+    """Seconds of a run, those before it was stopped and resumed too, by its lines of metrics.
+
+    Attributes:
+        training: of steps.
+        evaluating: of evaluations.
+    """
+
+    def __init__(self) -> None:
+        self.training = self.evaluating = 0.0
+
+    def look(self, line: Mapping[str, float]) -> None:
+        self.training += line.get("seconds", 0.0)
+        self.evaluating += line.get("evaluation_seconds", 0.0)
+
+    @property
+    def share(self) -> float:
+        """Of evaluations; NaN of nothing."""
+        whole = self.training + self.evaluating
+        return self.evaluating / whole if whole else math.nan
 
 
 def check_means(means: Means, steps: range) -> None:

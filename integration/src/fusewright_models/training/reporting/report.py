@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from ..run_folder import RunFolder, is_of_training
 from .incidents import Incidents
 from .plots import draw_curves, draw_speed
-from .record import readable
+from .record import Spent, readable
 
 REPORT, SAMPLE, PREDICTIONS = "report.html", "sample.txt", "predictions.png"
 # What a picture would say of itself.
@@ -82,12 +82,12 @@ def speeds_of(
     peaks = [line["peak_memory_mib"] for line in training if "peak_memory_mib" in line]
     if peaks:
         yield "peak memory, GiB", f"{max(peaks) / 2**10:.2f}"
-    seconds = sum(line["seconds"] for line in training)
-    evaluating = sum(line.get("evaluation_seconds", 0.0) for line in evaluations)
-    yield "training, s", f"{seconds:,.1f}"
-    if seconds + evaluating:
-        share = evaluating / (seconds + evaluating)
-        yield "evaluations, s", f"{evaluating:,.1f} ({share:.1%})"
+    spent = Spent()
+    for line in (*training, *evaluations):
+        spent.look(line)
+    yield "training, s", f"{spent.training:,.1f}"
+    if spent.training + spent.evaluating:
+        yield "evaluations, s", f"{spent.evaluating:,.1f} ({spent.share:.1%})"
 
 
 def svg(figure: Figure, name: str) -> str:

@@ -16,6 +16,8 @@ from .steps import trained as losses_of
 
 TINY = HYBRID["tiny"]
 TOKENS = 40
+# The indexer of DeepSeek-V3.2, half of whose columns are rotated.
+RELU = dict(form="relu", index_rotary=8)
 
 
 @pytest.fixture
@@ -58,11 +60,12 @@ def predicted_from(model, tokens):
     return [*found, *chosen]
 
 
-def test_future_token_changes_no_prediction_before_it(tokens):
+@pytest.mark.parametrize("options", [{}, RELU], ids=["gated", "relu"])
+def test_future_token_changes_no_prediction_before_it(tokens, options):
     """Of the token after next, too: what it is predicted from at t knows the token t + 1 and none
     after. With an average of the variance, as in training, so that rows select unlike numbers.
     """
-    model = make()
+    model = make(**options)
     model.losses(tokens)
     model.eval()
     before = predicted_from(model, tokens)
@@ -79,8 +82,9 @@ def test_future_token_changes_no_prediction_before_it(tokens):
             assert kind > 1 or same == (place == TOKENS)
 
 
-def test_every_parameter_has_had_a_gradient_within_three_steps(tokens):
-    model = make()
+@pytest.mark.parametrize("options", [{}, RELU], ids=["gated", "relu"])
+def test_every_parameter_has_had_a_gradient_within_three_steps(tokens, options):
+    model = make(**options)
     assert_every_parameter_learns(model, lambda: model.loss(tokens), lr=1e-2)
     assert any("index_temperature" in name for name, _ in model.named_parameters())
 
@@ -211,8 +215,9 @@ def test_losses_are_near_those_of_guessing_at_the_start(tokens):
     assert torch.equal(losses.total, total)
 
 
-def test_indexer_learns_from_its_own_loss_alone(tokens):
-    model = make()
+@pytest.mark.parametrize("options", [{}, RELU], ids=["gated", "relu"])
+def test_indexer_learns_from_its_own_loss_alone(tokens, options):
+    model = make(**options)
     losses = model.losses(tokens)
     names, parameters = zip(*model.named_parameters(), strict=True)
     of_model = torch.autograd.grad(
@@ -255,17 +260,21 @@ def divergence(attention, u, selection):
     selected = selected.scatter(2, named, True)[..., :length]
     products = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
     p = products.masked_fill(~selected[:, None], -torch.inf).softmax(-1).mean(1)
-    scores = gated_indexer(*attention._index(u), attention.index_bias, backend="reference")
+    index = attention._index(u)
+    scores = gated_indexer(
+        *index, attention._bias(index[0]), form=attention.form, backend="reference"
+    )
     scores = (attention.index_temperature * scores).masked_fill(~selected, -torch.inf)
     log_softmax = scores.log_softmax(-1).masked_fill(~selected, 0.0)
     return (torch.xlogy(p, p) - p * log_softmax).sum(-1).mean()
 
 
+@pytest.mark.parametrize("options", [{}, RELU], ids=["gated", "relu"])
 @pytest.mark.parametrize("dense", [True, False], ids=["warm-up", "sparse"])
 def test_indexers_learn_over_all_keys_in_the_warm_up_and_over_selected_ones_after_it(
-    tokens, assert_same_but_for_rounding, dense
+    tokens, assert_same_but_for_rounding, dense, options
 ):
-    model, observed = make(torch.float64), []
+    model, observed = make(torch.float64, **options), []
     losses = model.losses(tokens, dense=dense, observe=lambda *told: observed.append(told))
     with torch.no_grad():
         expected = sum(divergence(*told) for told in observed)
@@ -288,8 +297,9 @@ def test_indexers_hear_dense_keys_and_no_average_moves(tokens):
     assert [u.shape[1] for _, u, _ in observed] == [TOKENS, TOKENS - 1]
 
 
-def test_sequence_read_in_pieces_is_read_whole(tokens):
-    model = make(torch.float64).eval()
+@pytest.mark.parametrize("options", [{}, RELU], ids=["gated", "relu"])
+def test_sequence_read_in_pieces_is_read_whole(tokens, options):
+    model = make(torch.float64, **options).eval()
     with torch.no_grad():
         whole = model(tokens)
     for pieces in ([TOKENS + 1], [7, 1, 1, 20, TOKENS - 28], [1] * 9):

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fusewright_models.cli import app
+from fusewright_models.cli.commands import read_run
 from fusewright_models.cli.hybrid import HybridBatch, HybridRun, WarmedWindows, all_losses
 from fusewright_models.models.hybrid import HYBRID, HybridLM
 from fusewright_models.text import Windows
@@ -97,6 +98,18 @@ def test_interrupted_run_resumes_to_the_bit_in_its_phase(tmp_path, text, finishe
     assert_same_metrics(whole, parts)
 
 
+def test_run_of_before_that_names_no_form_resumes(tmp_path, finished):
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert (config.pop("indexer_form"), config.pop("indexer_rotary")) == ("gated", 0)
+    (folder / "config.json").write_text(json.dumps(config))
+    choices = RunFolder(folder).load_checkpoint()["choices"]
+    assert not choices.keys() & {"indexer_form", "indexer_rotary"}
+    result = run("hybrid", "--resume", folder)
+    assert result.exit_code == 0, result.output
+
+
 def test_warm_up_counts_steps_and_not_batches():
     flags = {"preset": "tiny", "device": "cpu", "indexer_warmup": 2, "steps": 40}
     made = HybridRun.from_flags(flags | {"gradient_accumulation_steps": 3})
@@ -108,11 +121,16 @@ def test_warm_up_counts_steps_and_not_batches():
 
 def test_options_reach_the_model_and_its_optimizer(tmp_path, text):
     flags = "--num-layers 2 --selected-keys 5 --mode plain --indexer-rate 4 --lr 0.002"
-    flags += " --checkpointing block"
+    flags += " --checkpointing block --indexer-form relu --indexer-rotary 8"
     flags = [*TINY, *flags.split(), "--steps", "1", "--dataset", text]
     result = run("hybrid", *flags, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
+    shape = read_run(HybridRun, RunFolder(tmp_path / "run")).shape(256)
+    assert (shape.form, shape.index_rotary) == ("relu", 8)
     state = RunFolder(tmp_path / "run").load_checkpoint()
+    # This form has a norm where the other one has a bias.
+    assert any("index_norm" in name for name in state["model"])
+    assert not any("index_bias" in name for name in state["model"])
     assert {name.split(".")[2] for name in state["model"] if "stack" in name} == {"0", "1"}
     rates = {group["lr"] for group in state["optimizer"]["param_groups"]}
     assert rates == {0.002, 0.008}
@@ -125,6 +143,7 @@ def test_options_reach_the_model_and_its_optimizer(tmp_path, text):
         (["--mode", "fast"], "'fast' is not one of"),
         (["--checkpointing", "block"], "checkpointing is for mode 'plain'; got 'block' with mode"),
         (["--selected-keys", "99"], "selected_keys must be from 4 to 16 in preset tiny; got 99"),
+        (["--indexer-rotary", "3"], "index_rotary must be even, up to index_width 16; got 3"),
         (["--seq-len", "1"], "seq_len must be at least 2, for a window to hold a token after next"),
         (["--indexer-warmup", "-1"], "Invalid value for '--indexer-warmup'"),
         (

@@ -19,10 +19,11 @@ Checkpointing = Literal["none", "block", "keep-attention"]
 CHECKPOINTINGS = get_args(Checkpointing)
 WholeCheckpointing = Literal["none", "block"]
 
-# Of packages, whose own import torch: fusewright.attention, .mixture_head and .reversible.
+# Of packages, whose own import torch: fusewright.attention, .mixture_head, .reversible and .gsa.
 Backend = Literal["auto", "triton", "reference"]
 Scale = Literal["log_sigma", "softplus"]
 Mode = Literal["exact", "stored", "plain"]
+IndexerForm = Literal["gated", "relu"]
 
 # Of the training.
 OptimizerName = Literal["adamw", "nested", "m3", "muon", "learned", "torch-adamw"]

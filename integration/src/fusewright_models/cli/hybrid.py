@@ -13,6 +13,7 @@ from ..models.hybrid import Drafting, HybridConfig, HybridLM, Reading
 from ..models.hybrid.config import check_recomputed_once
 from ..text import Corpus, TextBatch, Windows
 from ..training import Told
+from .commands import LATER
 from .presets import HYBRID_PRESETS
 from .settings import HybridSettings
 from .text import TextRun, train_on_text
@@ -53,6 +54,7 @@ class HybridRun(HybridSettings, TextRun):
 
     title: ClassVar[str] = "HybridLM"
     presets: ClassVar = HYBRID_PRESETS
+    later: ClassVar = LATER | {"indexer_form": "gated", "indexer_rotary": 0}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,6 +79,8 @@ class HybridRun(HybridSettings, TextRun):
             "indexer_warmup": steps // 10,
             "indexer_rate": 1.0,
             "indexer_temperature": shape.index_temperature,
+            "indexer_form": shape.form,
+            "indexer_rotary": shape.index_rotary,
             "mode": shape.mode,
         }
 
@@ -95,6 +99,8 @@ class HybridRun(HybridSettings, TextRun):
             layers=self.num_layers,
             k_base=self.selected_keys,
             index_temperature=self.indexer_temperature,
+            form=self.indexer_form,
+            index_rotary=self.indexer_rotary,
             mode=self.mode,
             checkpointing=self.checkpointing,
         )

@@ -13,6 +13,7 @@ from ..choices import (
     BatchParallel,
     Checkpointing,
     HybridPresetName,
+    IndexerForm,
     MemoryRule,
     Mode,
     Norm,
@@ -344,6 +345,14 @@ class HybridSettings(TextSettings):
     selected_keys: Annotated[int, of_model(min=1, help="That a typical query attends to.")]
     indexer_temperature: Annotated[
         float, of_model(min=0.0, help="Where the indexers' own begin. Default: the preset's.")
+    ]
+    indexer_form: Annotated[
+        IndexerForm,
+        of_model(help="Of the indexers' scores: docs/models/hybrid.md. Default: gated."),
+    ]
+    indexer_rotary: Annotated[
+        int,
+        of_model(min=0, help="Columns of the indexers that have rotary positions. Default: none."),
     ]
     mode: Annotated[
         Mode,

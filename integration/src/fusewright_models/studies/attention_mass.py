@@ -55,7 +55,7 @@ def layer_sums(
     """Sums over queries, fp64: ``[6]`` of the masses, the keys and ones, over the queries that see
     2 k_t keys and more; ``[2]`` of the divergences, over all.
     """
-    # HybridLM's indexers are gated.
+    # The study trains indexers of the presets' form.
     assert attention.index_bias is not None
     with torch.autocast(u.device.type, enabled=False):
         # Measured in the precision of the parameters, whatever the model is used in.

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from fusewright.reversible import Mode
 
-from ...choices import Checkpointing
+from ...choices import Checkpointing, IndexerForm
 from ..checks import check_config
 
 MODES = get_args(Mode)
@@ -30,6 +30,9 @@ class HybridConfig:
         sparse_heads, sparse_width: query heads of the sparse attention and their width, even.
         key_heads: heads of keys that these share; None is as many.
         index_heads, index_width: of the indexer.
+        form: of its scores; "relu" is that of DeepSeek-V3.2.
+        index_rotary: how many of the first columns of its queries and keys have rotary positions,
+            even.
         k_base, k_min, k_max, law: how many keys a query selects.
         sinks, window: how many of these are the first of all, and the last up to its own.
         index_temperature: where the indexers' learned temperatures start; about the logarithm of
@@ -61,6 +64,8 @@ class HybridConfig:
     key_heads: int | None = None
     index_heads: int = 2
     index_width: int = 16
+    form: IndexerForm = "gated"
+    index_rotary: int = 0
     k_base: int = 8
     k_min: int = 4
     k_max: int = 16
@@ -81,7 +86,7 @@ class HybridConfig:
     index_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        check_config(self, from_zero=("sinks", "window"), above_one=("rope_base",))
+        check_config(self, from_zero=("sinks", "window", "index_rotary"), above_one=("rope_base",))
         check_recomputed_once(self.mode, self.checkpointing)
         always = self.sinks + self.window
         if not always <= self.k_min <= self.k_base <= self.k_max:
@@ -91,6 +96,11 @@ class HybridConfig:
             )
         if self.sparse_width % 2:
             raise ValueError(f"sparse_width must be even; got {self.sparse_width}")
+        if self.index_rotary % 2 or self.index_rotary > self.index_width:
+            raise ValueError(
+                f"index_rotary must be even, up to index_width {self.index_width}; "
+                f"got {self.index_rotary}"
+            )
         if self.key_heads is not None and self.sparse_heads % self.key_heads:
             raise ValueError(
                 f"sparse_heads must be a multiple of key_heads; got {self.sparse_heads} and "

@@ -56,6 +56,8 @@ class HybridLayer(nn.Module):
                 head_width=config.sparse_width,
                 index_heads=config.index_heads,
                 index_width=config.index_width,
+                form=config.form,
+                index_rotary=config.index_rotary,
                 k_base=config.k_base,
                 k_min=config.k_min,
                 k_max=config.k_max,

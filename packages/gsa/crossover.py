@@ -6,6 +6,9 @@
 Needs a GPU. Writes crossover-ENVIRONMENT.csv and its picture. Selections are of two kinds: keys
 drawn at random, of which neighbouring queries share few, and clusters: half of the keys in a window
 and half in blocks of 32 keys that 64 neighbouring queries have in common. Both have four sinks.
+With --selections FILE there is a third: what the layers of a trained HybridLM select in text, as
+``python -m fusewright_models.studies.selection_pays --variant selected --selections FILE`` wrote
+it, of the lengths and numbers of keys that it has.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ import csv
 import itertools
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Annotated
 
+import numpy as np
 import torch
 import typer
 from fusewright.gsa import sparse_attention
@@ -26,10 +31,11 @@ from matplotlib.figure import Figure
 BF16 = torch.bfloat16
 HEADS, WIDTH = 16, 64
 KEY_HEADS = (16, 4, 2)
-TOKENS = (4096, 16384, 32768, 65536, 131072)
+TOKENS = (4096, 8192, 16384, 32768, 65536, 131072)
 # Selected keys of each query.
 SLOTS = (256, 512, 1024, 2048)
 KINDS = ("random", "clustered")
+STYLES = {"random": "--", "clustered": "-", "trained": ":"}
 COLUMNS = ["tokens", "slots", "heads", "key_heads", "width", "selection", "pass", "provider", "ms"]
 SINKS, BLOCK, NEIGHBOURS, ROWS = 4, 32, 64, 1024
 # Copies of the selected keys and values in bytes, beyond which the gather-based reference is not
@@ -61,10 +67,30 @@ def selection(tokens: int, slots: int, kind: str) -> tuple[Tensor, Tensor]:
     return indices, (indices >= 0).sum(-1).int()
 
 
-def measured(all_tokens: Iterable[int]) -> Iterator[dict[str, object]]:
+def trained(file: pathlib.Path) -> Iterator[tuple[int, str, np.ndarray]]:
+    """Tokens, "trained LAYER", and of each query the distances from one selected key to the next,
+    the first from -1, and 0 for a slot that holds none.
+    """
+    with np.load(file) as arrays:
+        for name, distances in arrays.items():
+            layer, tokens, _ = name.split()
+            yield int(tokens), f"trained {layer}", distances
+
+
+def selection_of(distances: np.ndarray) -> tuple[Tensor, Tensor]:
+    """The same as `selection` returns it."""
+    steps = torch.from_numpy(distances.astype(np.int32)).cuda().unsqueeze(0)
+    indices = (steps.cumsum(-1) - 1).int().masked_fill_(steps == 0, -1)
+    return indices, (steps > 0).sum(-1).int()
+
+
+def measured(
+    all_tokens: Iterable[int], of_layers: Iterable[tuple[int, str, np.ndarray]] = ()
+) -> Iterator[dict[str, object]]:
     """Dense attention at each size, ours at each selection, and the gather-based reference where
     its copies have room.
     """
+    of_layers = list(of_layers)
     for tokens in all_tokens:
         q = torch.randn(1, tokens, HEADS, WIDTH, device="cuda", dtype=BF16)
         of_heads = {
@@ -74,8 +100,18 @@ def measured(all_tokens: Iterable[int]) -> Iterator[dict[str, object]]:
         for k, v in of_heads.values():
             # Dense attention asks for no selection.
             yield from rows("dense", bench.dense_attention, "", [q, k, v, None, None])
-        for slots, kind in itertools.product(SLOTS, KINDS):
-            chosen = selection(tokens, slots, kind)
+        selections: list[tuple[str, Callable[[], tuple[Tensor, Tensor]]]] = [
+            (kind, partial(selection, tokens, slots, kind))
+            for slots, kind in itertools.product(SLOTS, KINDS)
+        ]
+        selections += [
+            (kind, partial(selection_of, distances))
+            for length, kind, distances in of_layers
+            if length == tokens
+        ]
+        for kind, choose in selections:
+            chosen = choose()
+            slots = chosen[0].shape[-1]
             copies = 4 * tokens * slots * HEADS * WIDTH
             for k, v in of_heads.values():
                 tensors = [q, k, v, *chosen]
@@ -111,7 +147,8 @@ def draw(rows: list[dict[str, str]]) -> Figure:
         dense = {int(r["tokens"]): float(r["ms"]) for r in mine if r["provider"] == "dense"}
         ours = [row for row in mine if row["provider"] == "fusewright"]
         for colour, slots in enumerate(sorted({int(row["slots"]) for row in ours})):
-            for kind, style in zip(KINDS, ("--", "-"), strict=True):
+            for kind in dict.fromkeys(row["selection"] for row in ours):
+                style = STYLES[kind.partition(" ")[0]]
                 some = [r for r in ours if int(r["slots"]) == slots and r["selection"] == kind]
                 some.sort(key=lambda row: int(row["tokens"]))
                 tokens = [int(row["tokens"]) for row in some]
@@ -125,13 +162,18 @@ def draw(rows: list[dict[str, str]]) -> Figure:
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     all_axes[0].set_ylabel("dense over selected, both passes")
-    all_axes[-1].legend(frameon=False, fontsize="small", title="solid: clustered\ndashed: random")
+    all_axes[-1].legend(
+        frameon=False, fontsize="small", title="solid: clustered\ndashed: random\ndotted: trained"
+    )
     return figure
 
 
 def main(
     out: Annotated[pathlib.Path, typer.Option(help="Folder of CSV and picture.")],
     most: Annotated[int, typer.Option(help="The greatest number of tokens.")] = 131072,
+    selections: Annotated[
+        pathlib.Path | None, typer.Option(help="What the layers of a trained model select.")
+    ] = None,
 ) -> None:
     """Time both and write the table and its picture."""
     file = out / f"crossover-{environment_name()}.csv"
@@ -139,7 +181,8 @@ def main(
     with file.open("w", newline="") as stream:
         writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        for row in measured(tokens for tokens in TOKENS if tokens <= most):
+        of_layers = [] if selections is None else trained(selections)
+        for row in measured((tokens for tokens in TOKENS if tokens <= most), of_layers):
             writer.writerow(row | {"ms": f"{row['ms']:.4f}"})
             stream.flush()
     with file.open(newline="") as stream:

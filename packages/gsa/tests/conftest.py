@@ -56,7 +56,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[None]:
     from fusewright.gsa.selection import launch as selection
     from fusewright.gsa.sparse import launch as sparse
     from fusewright.gsa.sparse import launch_backward as sparse_backward
-    from fusewright.gsa.sparse import launch_problem, launch_unions
+    from fusewright.gsa.sparse import launch_problem, launch_segments, launch_unions
 
     tile = (TileConfig(256, 4, queries=16, keys=16, num_warps=4, num_stages=1),)
     rows = (launch_problem.GatherConfig(256, 4, rows=16, num_warps=4, num_stages=1),)
@@ -73,7 +73,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[None]:
         (sparse, dict(SPARSE=rows, UNION=union)),
         (sparse_backward, dict(SPARSE_DQ=rows, SPARSE_DKDV=rows, LIST_SEGMENT=3)),
         (sparse_backward, dict(UNION_DQ=union, UNION_DKDV=union)),
+        (launch_segments, dict(SEGMENTS=6, SHORTEST=16, TILES_AT_A_TIME=2)),
         (launch_unions, dict(MEMBERS=members, KEYS_OF_TILES=members, QUERIES_OF_TILES=members)),
+        (launch_unions, dict(KEYS_AT_A_TIME=32, WORDS_AT_A_TIME=2)),
     ):
         for name, value in tables.items():
             monkeypatch.setattr(module, name, value)

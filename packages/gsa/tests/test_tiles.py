@@ -146,11 +146,15 @@ def test_each_pass_may_take_its_own_path(sparse, order, again, device):
 
 
 @needs_kernels
-@pytest.mark.parametrize(("tile", "queries", "keys"), [(8, 22, 40), (64, 70, 100)])
-def test_lists_are_the_unions_of_selections(tile, queries, keys, device):
+@pytest.mark.parametrize(
+    ("tile", "queries", "keys", "named"),
+    [(8, 22, 40, range(40)), (8, 22, 100, range(5, 35)), (64, 70, 100, range(100))],
+    ids=["one-word", "none-of-the-last", "two-words"],
+)
+def test_lists_are_the_unions_of_selections(tile, queries, keys, named, device):
     """Each name once, ascending, with its members; further slots of a block without any."""
     slots = 6
-    indices = drawn((2, 1, queries, slots), keys, device)
+    indices = drawn((2, 1, queries, slots), len(named), device) + named.start
     count = torch.randint(0, slots + 1, (2, 1, queries), device=device)
     count[:, :, 10:20] = 0
     q, k = torch.zeros(2, queries, 1, 4, device=device), torch.zeros(2, keys, 1, 4, device=device)
@@ -222,8 +226,10 @@ def test_rule_follows_the_sizes(capability):
     assert found(4096, 4096, 256, 16, 16) == (True, True)
     assert found(4096, 4096, 512, 16, 4) == (True, True)
     assert found(16384, 16384, 1024, 16, 16) == (True, True)
-    assert found(16384, 16384, 1024, 16, 2) == (False, True)
-    assert found(131072, 131072, 64, 16, 1) == (False, False)
+    assert found(16384, 16384, 1024, 16, 2) == (True, True)
+    assert found(8192, 8192, 512, 16, 2) == (True, True)
+    assert found(32768, 32768, 512, 16, 4) == (False, True)
+    assert found(131072, 131072, 32, 16, 1) == (False, False)
     assert found(1, 16384, 1024, 16, 16) == (False, False)
     assert found(1, 16384, 1024, 16, 16, path="tiles") == (True, True)
     assert found(16384, 16384, 1024, 16, 16, path="queries") == (False, False)
@@ -234,7 +240,7 @@ def test_rule_follows_the_sizes(capability):
 
 def test_rule_follows_the_capability(capability):
     """No GPU goes by the rates of another: where products are slower, gathering pays sooner."""
-    sizes = (16384, 16384, 320, 16, 16)
+    sizes = (16384, 16384, 256, 16, 16)
     for number, expected in ((90, (True, True)), (80, (False, True)), (89, (False, True))):
         capability(number)
         assert ways(problem_of(*sizes), "auto") == expected

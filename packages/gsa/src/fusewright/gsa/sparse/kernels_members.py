@@ -94,8 +94,59 @@ def fill(last, length, outputs, CONFIG: tl.constexpr):
 
 
 @triton.jit
+def unions_kernel(
+    members_ptr,
+    union_ptr,
+    part,
+    words,
+    tiles,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program computes BLOCK words of a union: a bit for each key that any of TILE queries has
+    selected.
+    """
+    blocks = tl.cdiv(words, BLOCK)
+    number = tl.program_id(0) // blocks
+    word = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    first = number % tiles * TILE
+    at = members_ptr + ((number // tiles).to(tl.int64) * part + first) * words + word
+    union = tl.zeros([BLOCK], tl.int32)
+    for place in tl.static_range(TILE):
+        inside = (first + place < part) & (word < words)
+        union |= tl.load(at + place * words, mask=inside, other=0)
+    tl.store(union_ptr + number.to(tl.int64) * words + word, union, mask=word < words)
+
+
+@triton.jit
+def count_bits(word):
+    """How many bits of a word of 32 are set."""
+    twos = word - ((word >> 1) & 0x55555555)
+    fours = (twos & 0x33333333) + ((twos >> 2) & 0x33333333)
+    return (((fours + (fours >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
+
+
+@triton.jit
+def keys_before(union_at, first_word, BLOCK: tl.constexpr):
+    """How many keys the words of a union before this one hold, and the last of them (0 without
+    any).
+    """
+    length, last = 0, 0
+    for start in range(0, first_word, BLOCK):
+        number = start + tl.arange(0, BLOCK)
+        word = tl.load(union_at + number, mask=number < first_word, other=0)
+        length += tl.sum(count_bits(word), 0)
+        greatest = tl.zeros([BLOCK], tl.int32)
+        for bit in tl.static_range(32):
+            greatest = tl.where((word >> bit) & 1 != 0, number * 32 + bit, greatest)
+        last = tl.maximum(last, tl.max(greatest, 0))
+    return length, last
+
+
+@triton.jit
 def keys_of_tiles_kernel(
     members_ptr,
+    union_ptr,
     list_ptr,
     list_members_ptr,
     length_ptr,
@@ -106,30 +157,36 @@ def keys_of_tiles_kernel(
     capacity,
     CONFIG: tl.constexpr,
 ):
-    """One program lists the keys that TILE queries have selected, and for each key its queries: a
-    bit for each query of the tile, 32 of them a word.
+    """One program lists those of AT_A_TIME keys that TILE queries have selected, behind those that
+    come before, and for each key its queries: a bit for each query of the tile, 32 of them a word.
     """
-    selection = (tl.program_id(0) // tiles).to(tl.int64)
-    number = tl.program_id(0).to(tl.int64)
+    stretches = tl.cdiv(keys, CONFIG.AT_A_TIME)
+    number = (tl.program_id(0) // stretches).to(tl.int64)
+    begin = tl.program_id(0) % stretches * CONFIG.AT_A_TIME
+    union_at = union_ptr + number * words
     list_at = list_ptr + number * capacity
     outputs = (list_at, list_members_ptr + number * CONFIG.WORDS * capacity, capacity)
-    first = tl.program_id(0) % tiles * CONFIG.TILE + tl.arange(0, CONFIG.WORDS) * 32
-    corner = members_ptr + (selection * part + first) * words
+    first = (number % tiles).to(tl.int32) * CONFIG.TILE + tl.arange(0, CONFIG.WORDS) * 32
+    corner = members_ptr + (number // tiles * part + first) * words
     PLACES: tl.constexpr = CONFIG.TILE if CONFIG.TILE < 32 else 32
-    length, last = 0, 0
-    for start in range(0, keys, CONFIG.BLOCK):
+    length, last = keys_before(union_at, begin // 32, CONFIG.BLOCK)
+    for start in range(begin, tl.minimum(begin + CONFIG.AT_A_TIME, keys), CONFIG.BLOCK):
         key = start + tl.arange(0, CONFIG.BLOCK)
-        at = corner[None, :] + (key >> 5)[:, None]
-        here = zeros(CONFIG.BLOCK, CONFIG.WORDS).to(tl.int32)
-        # Unrolled, so that no query's word waits for another's.
-        for place in tl.static_range(PLACES):
-            inside = (first + place < part)[None, :] & (key < keys)[:, None]
-            word = tl.load(at + place * words, mask=inside, other=0)
-            here |= ((word >> (key & 31)[:, None]) & 1) << place
-        length, newest = append(key, here, length, outputs, CONFIG)
-        last = tl.maximum(last, newest)
-    fill(last, length, outputs, CONFIG)
-    tl.store(length_ptr + number, length)
+        word = tl.load(union_at + (key >> 5), mask=key < keys, other=0)
+        listed = (word >> (key & 31)) & 1 != 0
+        if tl.max(listed.to(tl.int32), 0) > 0:
+            at = corner[None, :] + (key >> 5)[:, None]
+            here = zeros(CONFIG.BLOCK, CONFIG.WORDS).to(tl.int32)
+            # Unrolled, so that no query's word waits for another's.
+            for place in tl.static_range(PLACES):
+                inside = (first + place < part)[None, :] & listed[:, None]
+                word_of_query = tl.load(at + place * words, mask=inside, other=0)
+                here |= ((word_of_query >> (key & 31)[:, None]) & 1) << place
+            length, newest = append(key, here, length, outputs, CONFIG)
+            last = tl.maximum(last, newest)
+    if begin + CONFIG.AT_A_TIME >= keys:
+        fill(last, length, outputs, CONFIG)
+        tl.store(length_ptr + number, length)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ..common.launches import SMALLEST_TILE as SMALLEST
 from ..common.tiles import LOG2_E, product, product_with_rows, zeros
+from .kernels_segments import segment_of
 from .tiles import are_members, load_listed, slots_of_rows, tile_of
 
 SMALLEST_TILE = tl.constexpr(SMALLEST)
@@ -109,6 +110,8 @@ def union_dkdv_kernel(
     delta_ptr,
     dk_ptr,
     dv_ptr,
+    cut_ptr,
+    parts_ptr,
     scale,
     q_batch_stride,
     q_row_stride,
@@ -137,20 +140,32 @@ def union_dkdv_kernel(
     tiles,
     capacity,
     rows,
+    segments,
+    most_parts,
     CONFIG: tl.constexpr,
 ):
     """One program computes dk and dv of TILE keys of one head of keys, from all heads that share
-    it, or ADDS them to what earlier queries gave. AGAIN: where any of ``part`` queries from
-    ``first`` on is marked, with the marked ones, or ADDS theirs alone.
+    it, or ADDS them to what earlier queries gave; where lists are cut, from one segment of the
+    tile's list, and writes a partial sum where the tile has several. AGAIN: where any of ``part``
+    queries from ``first`` on is marked, with the marked ones, or ADDS theirs alone.
     """
     if CONFIG.AGAIN:  # noqa: SIM102
         # The first condition is a constant, and leaves nothing of the second where it is false.
         if tl.load(bits_ptr + marks) == 0:
             return
     key_heads = heads // shared
-    tile = tl.program_id(0) % tiles
-    key_head = (tl.program_id(0) // tiles % key_heads).to(tl.int64)
-    batch = (tl.program_id(0) // tiles // key_heads).to(tl.int64)
+    programs = tiles if cut_ptr is None else segments
+    key_head = (tl.program_id(0) // programs % key_heads).to(tl.int64)
+    batch = (tl.program_id(0) // programs // key_heads).to(tl.int64)
+    tile = tl.program_id(0) % programs
+    first_entry, most_entries, partial = 0, part, -1
+    if cut_ptr is not None:
+        # Heads that share a head of keys have one list here.
+        row = batch * selections + key_head % selections
+        cut_at = cut_ptr + row * (segments + 2 * tiles + 2)
+        tile, first_entry, most_entries, partial = segment_of(cut_at, tile, tiles, segments)
+        if tile < 0:
+            return
     place, col = tl.arange(0, CONFIG.TILE), tl.arange(0, CONFIG.BLOCK_D)
     key = (tile * CONFIG.TILE + place).to(tl.int64)
     inside = (key < keys)[:, None] & (col < CONFIG.D)[None, :]
@@ -161,8 +176,9 @@ def union_dkdv_kernel(
     factor = scale * LOG2_E
     column = tl.arange(0, CONFIG.BLOCK * CONFIG.HEADS)
 
-    dk = zeros(CONFIG.TILE, CONFIG.BLOCK_D)
-    dv = zeros(CONFIG.TILE, CONFIG.BLOCK_D)
+    ROWS: tl.constexpr = CONFIG.BLOCK_D if CONFIG.TRANSPOSED else CONFIG.TILE
+    COLUMNS: tl.constexpr = CONFIG.TILE if CONFIG.TRANSPOSED else CONFIG.BLOCK_D
+    dk, dv = zeros(ROWS, COLUMNS), zeros(ROWS, COLUMNS)
     longest = 0
     for block in range(0, shared // CONFIG.HEADS):
         first_head = key_head * shared + block * CONFIG.HEADS
@@ -170,6 +186,7 @@ def union_dkdv_kernel(
         length = tl.load(length_ptr + number)
         if CONFIG.AGAIN and CONFIG.ADDS:
             length = 0
+        last_entry = tl.minimum(length, first_entry + most_entries)
         longest = tl.maximum(longest, length)
         list_at = list_ptr + number * capacity
         members_at = members_ptr + number * CONFIG.WORDS * capacity
@@ -177,7 +194,7 @@ def union_dkdv_kernel(
         q_at = q_ptr + (batch * q_batch_stride + head * q_head_stride)[:, None] + col[None, :]
         do_at = do_ptr + ((batch * queries * heads + head) * CONFIG.D)[:, None] + col[None, :]
         of_head = (batch * heads + head) * queries
-        for start in tl.range(0, length, CONFIG.BLOCK, num_stages=CONFIG.NUM_STAGES):
+        for start in tl.range(first_entry, last_entry, CONFIG.BLOCK, num_stages=CONFIG.NUM_STAGES):
             slot = start + column // CONFIG.HEADS
             query = tl.load(list_at + slot).to(tl.int64)
             to_do = (query * heads * CONFIG.D)[:, None]
@@ -191,15 +208,28 @@ def union_dkdv_kernel(
             m = tl.load(softmax_ptr + of_head + query)
             inverse_l = tl.load(softmax_ptr + rows + of_head + query)
             delta = tl.load(delta_ptr + of_head + query)
-            # [TILE, BLOCK_Q * STACK]
-            s = product_with_rows(k, q, CONFIG)
-            s = tl.where(are_members(members_at, slot, place, capacity, CONFIG), s, float("-inf"))
-            p = tl.exp2(s * factor - m[None, :]) * inverse_l[None, :]
-            dv += product(p.to(do.dtype), do, CONFIG)
-            dp = product_with_rows(v, do, CONFIG)
-            ds = p * (dp - delta[None, :])
-            dk += product(ds.to(q.dtype), q, CONFIG)
+            if CONFIG.TRANSPOSED:
+                # [BLOCK_Q * STACK, TILE]
+                s = product(q, tl.trans(k), CONFIG)
+                members = are_members(members_at, slot, place, capacity, CONFIG)
+                s = tl.where(members, s, float("-inf"))
+                p = tl.exp2(s * factor - m[:, None]) * inverse_l[:, None]
+                # [BLOCK_D, TILE]
+                dv += product(tl.trans(do), p.to(do.dtype), CONFIG)
+                ds = p * (product(do, tl.trans(v), CONFIG) - delta[:, None])
+                dk += product(tl.trans(q), ds.to(q.dtype), CONFIG)
+            else:
+                # [TILE, BLOCK_Q * STACK]
+                s = product_with_rows(k, q, CONFIG)
+                members = are_members(members_at, slot, place, capacity, CONFIG)
+                s = tl.where(members, s, float("-inf"))
+                p = tl.exp2(s * factor - m[None, :]) * inverse_l[None, :]
+                dv += product(p.to(do.dtype), do, CONFIG)
+                ds = p * (product_with_rows(v, do, CONFIG) - delta[None, :])
+                dk += product(ds.to(q.dtype), q, CONFIG)
 
+    if CONFIG.TRANSPOSED:
+        dk, dv = tl.trans(dk), tl.trans(dv)
     if CONFIG.AGAIN:
         longest = 1
         entry = tl.arange(0, SMALLEST_TILE)
@@ -247,6 +277,18 @@ def union_dkdv_kernel(
                     ds = p * (product_with_rows(v, do, CONFIG) - delta[None, :])
                     dk += product(ds.to(q.dtype), q, CONFIG)
 
+    if cut_ptr is not None:  # noqa: SIM102
+        # Again a constant, without which there is nothing of the rest.
+        if partial >= 0:
+            # [2, B, Hkv, PARTS, TILE, D]
+            of_head = (batch * key_heads + key_head) * most_parts
+            to_dv = tl.num_programs(0).to(tl.int64) // segments * most_parts
+            part_at = parts_ptr + (of_head + partial) * CONFIG.TILE * CONFIG.D
+            part_at += (place * CONFIG.D)[:, None] + col[None, :]
+            tl.store(part_at, dk, mask=(col < CONFIG.D)[None, :])
+            part_at += to_dv * CONFIG.TILE * CONFIG.D
+            tl.store(part_at, dv, mask=(col < CONFIG.D)[None, :])
+            return
     dk = dk * scale
     at = (((batch * keys + key) * key_heads + key_head) * CONFIG.D)[:, None] + col[None, :]
     if CONFIG.ADDS:

@@ -180,10 +180,14 @@ def gradients_of_chunk(
         if chunk.dq.again is not None:
             chunk.dq.again((*qkv, *selection, *of_rows), (scale,))
     if chunk.dkdv is not None:
-        operands = (*qkv, *chunk.dkdv.of(bits), *selection, *of_keys)
-        chunk.dkdv.launch(operands, (scale,))
+        lists, segments = chunk.dkdv.of(bits), chunk.dkdv.segments
+        operands = (*qkv, *lists, *selection, *of_keys)
+        cut, parts = (None, None) if segments is None else segments.of(lists[2])
+        chunk.dkdv.launch((*operands, cut, parts), (scale,))
+        if segments is not None:
+            segments.sums((cut, parts, *of_keys[-2:]), (scale,))
         if chunk.dkdv.again is not None:
-            chunk.dkdv.again(operands, (scale,))
+            chunk.dkdv.again((*operands, None, None), (scale,))
 
 
 @functools.lru_cache(maxsize=4096)

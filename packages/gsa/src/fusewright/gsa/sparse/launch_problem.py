@@ -49,7 +49,9 @@ def stacked(heads: int, stack: int = STACK) -> int:
 class UnionConfig(NamedTuple):
     """Serves heads up to ``max_width`` of numbers up to ``max_bytes`` by tiles of ``rows``, which
     are queries with up to ``stack`` heads each, or keys; and of ``columns``, which are listed keys,
-    or listed queries with their heads. A line for Hopper serves compute capability 9.0 alone.
+    or listed queries with their heads. ``transposed``: of dk and dv the products, so that tensor
+    cores, which take 64 rows on Hopper, serve tiles of fewer keys. A line for Hopper serves compute
+    capability 9.0 alone.
     """
 
     max_width: int
@@ -60,6 +62,7 @@ class UnionConfig(NamedTuple):
     num_stages: int
     stack: int = STACK
     hopper: bool = False
+    transposed: bool = False
 
     def stacked(self, heads: int) -> int:
         """How many of this many heads are stacked."""
@@ -69,7 +72,8 @@ class UnionConfig(NamedTuple):
 class SparseConstants(NamedTuple):
     """What a kernel is compiled for, read as ``CONFIG``: HEADS neighbouring heads are one program's
     (BLOCK_G: the rows that they take by queries), and BLOCK rows are gathered, or listed names
-    read, at a time. A tile has TILE queries or keys, whose bits take WORDS words.
+    read, at a time. A tile has TILE queries or keys, whose bits take WORDS words. TRANSPOSED: rows
+    of products are listed names, columns the tile's.
     """
 
     D: int
@@ -84,6 +88,7 @@ class SparseConstants(NamedTuple):
     WORDS: int = 0
     ADDS: bool = False
     AGAIN: bool = False
+    TRANSPOSED: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from .._core.lazy import lazy_module
 from .._core.precision import round_up
 from ..common.launches import SMALLEST_TILE, Shape, grid_of
 from .launch_problem import ALL_REGISTERS, SparseProblem, UnionConfig
+from .launch_segments import Segments, plan_segments
 
 if TYPE_CHECKING:
     from . import kernels_members
@@ -37,18 +38,24 @@ class ListConfig(NamedTuple):
 
 
 class ListConstants(NamedTuple):
-    """What a kernel of lists is compiled for, read as ``CONFIG``: lists go on to whole FILLs."""
+    """What a kernel of lists is compiled for, read as ``CONFIG``: lists go on to whole FILLs, and
+    one program looks for AT_A_TIME keys.
+    """
 
     TILE: int
     WORDS: int
     FILL: int
     BLOCK: int
+    AT_A_TIME: int = 0
 
 
 # Source: docs/decisions/0014-tiles-h200.csv and 0014-lists-h200.csv.
 MEMBERS = ListConfig(block=512, num_warps=4)
 KEYS_OF_TILES = ListConfig(block=1024, num_warps=8)
 QUERIES_OF_TILES = ListConfig(block=1024, num_warps=4)
+# Keys of a list of one program, at least; and words of a union. Unmeasured.
+KEYS_AT_A_TIME = 2048
+WORDS_AT_A_TIME = 128
 # Bits for this many pairs of a query and a key are held at a time, 128 MiB of bits, and lists with
 # them: no more than five times the int32 indices of these queries, or four times the bits.
 MEMBERS_AT_A_TIME = 1 << 30
@@ -79,7 +86,9 @@ class Members(NamedTuple):
 
 class Tiles(NamedTuple):
     """The launch that lists what each of ``lists`` tiles needs, in ``capacity`` slots, the one that
-    multiplies the tiles, and the one that does what marked queries need: nothing without any.
+    multiplies the tiles, and the one that does what marked queries need: nothing without any; how
+    lists are cut, None where they are not; and the launch that computes the unions that lists of
+    keys are made from, of so many words.
     """
 
     listing: Launch
@@ -88,6 +97,9 @@ class Tiles(NamedTuple):
     lists: int
     words: int
     capacity: int
+    segments: Segments | None = None
+    unions: Launch | None = None
+    union_words: int = 0
 
     def of(self, members: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Names ``[lists, capacity]``, their members' bits ``[lists, words, capacity]``, and how
@@ -101,7 +113,12 @@ class Tiles(NamedTuple):
         names, bits, lengths = (
             torch.empty(shape, dtype=torch.int32, device=members.device) for shape in shapes
         )
-        self.listing((members, names, bits, lengths))
+        if self.unions is None:
+            self.listing((members, names, bits, lengths))
+        else:
+            union = members.new_empty((self.lists, self.union_words))
+            self.unions((members, union))
+            self.listing((members, union, names, bits, lengths))
         return names, bits, lengths
 
 
@@ -181,25 +198,45 @@ def plan_tiles(
     lists = problem.batches * problem.selections * tiles
     # Whole blocks of columns, and whole reads of the GPU.
     capacity, words = round_up(entries, max(block, WORD_BITS)), cdiv(tile, WORD_BITS)
-    at_a_time = line.block if of_keys else line.block // words
+    block_names = line.block if of_keys else line.block // words
+    stretch = 0 if of_keys else max(KEYS_AT_A_TIME, block_names)
+    union_words = members.shape[-1]
     listing_launch = Launch(
         listing,
-        grid_of(lists),
+        grid_of(lists if of_keys else lists * cdiv(problem.keys, stretch)),
         problem.device,
-        (*listed, members.shape[-1], tiles, capacity),
+        (*listed, union_words, tiles, capacity),
         dict(num_warps=line.num_warps),
-        CONFIG=ListConstants(tile, words, block, at_a_time),
+        CONFIG=ListConstants(tile, words, block, block_names, stretch),
+    )
+    unions = Launch(
+        kernels_members.unions_kernel,
+        grid_of(lists * cdiv(union_words, WORDS_AT_A_TIME)),
+        problem.device,
+        (members.part, union_words, tiles),
+        dict(num_warps=1),
+        TILE=tile,
+        BLOCK=WORDS_AT_A_TIME,
     )
     heads = (problem.heads, problem.heads // problem.key_heads, problem.selections)
     integers: tuple[int, ...] = (*sizes, *heads, tiles, capacity, problem.score_rows)
     constants = dict(HEADS=stack, BLOCK=block, TILE=tile, WORDS=words, ADDS=adds)
-    again = None
+    again = segments = None
     if of_keys:
         of_bits = (members.first, members.part, problem.slots, members.marks)
         integers = (*problem.selection_strides, *of_bits, *integers)
+        segments = plan_segments(problem, config, members.part, tile, adds)
         # Narrow and spread over more warps: both ways through the queries take registers.
         narrow = config._replace(num_stages=1, num_warps=8)
         constants_again = constants | dict(BLOCK=max(SMALLEST_TILE // stack, 1), AGAIN=True)
-        again = problem.launch(kernel, narrow, programs, integers, ALL_REGISTERS, **constants_again)
+        whole = (*integers, 0, 0)
+        again = problem.launch(kernel, narrow, programs, whole, ALL_REGISTERS, **constants_again)
+        if segments is None:
+            integers = whole
+        else:
+            programs = problem.batches * problem.key_heads * segments.most
+            integers = (*integers, segments.most, segments.most_parts)
+        constants["TRANSPOSED"] = config.transposed
     launch = problem.launch(kernel, config, programs, integers, **constants)
-    return Tiles(listing_launch, launch, again, lists, words, capacity)
+    made = listing_launch, launch, again, lists, words, capacity, segments
+    return Tiles(*made) if of_keys else Tiles(*made, unions, union_words)

@@ -12,11 +12,11 @@ backward pass recomputes p, with delta_t = sum_d do_t o_t - dlse_t:
 Two paths compute this. *Queries* gathers the keys of one query after another, for all heads that
 share them; its dk and dv go over the inverse of the selection, for each key its queries in their
 order, which a stable sort makes. *Tiles* multiplies tiles of neighbouring queries and the union of
-their keys on tensor cores, dk and dv tiles of keys and the union of their queries, and a bit for
-each query and key says which products count: T Tkv / 8 bytes, in memory for a chunk of queries at
-a time. A bit cannot say how often: the kernel that sets bits finds queries that name a key in
-several slots, and these are computed one by one, as by queries. Either gives the same
-bits at every call: sums have a fixed order, floats no atomics.
+their keys on tensor cores, dk and dv tiles of keys and the union of their queries, of which several
+programs take a part where it is long, and a bit for each query and key says which products count: T
+Tkv / 8 bytes, in memory for a chunk of queries at a time. A bit cannot say how often: the kernel
+that sets bits finds queries that name a key in several slots, and these are computed one by one, as
+by queries. Either gives the same bits at every call: sums have a fixed order, floats no atomics.
 
 Saved: the inputs, o in fp32, and two fp32 numbers for each row, its greatest score and one over the
 sum below it. Products accumulate in fp32; p and ds are rounded to the inputs' dtype for the next
@@ -148,13 +148,13 @@ def sparse_attention(
         scale: factor of the scores, positive; None takes 1 / sqrt(D).
         path: "queries" gathers the keys of each query, "tiles" multiplies tiles of queries and the
             union of their keys. "auto" chooses once for all passes of a call, by the sizes and the
-            GPU's compute capability, as if every query had selected at random; it may gather for o
-            and dq and multiply tiles for dk and dv. The rates are in ``sparse/launch_paths.py``: on
-            an H200 tiles for o where T is about below 80 K Hkv / H. Where neighbouring queries
-            select alike, "tiles" pays for longer sequences too; queries that name a key in several
-            slots gain nothing by it. A key or value with an infinity or a NaN reaches by tiles
-            neighbouring queries that have not selected it, and all in the reference, which has no
-            paths.
+            GPU's compute capability, as if neighbouring queries had five keys of eight in common;
+            it may gather for o and dq and multiply tiles for dk and dv. The rates are in
+            ``sparse/launch_paths.py``: on an H200 tiles for o where T is about below 130 K Hkv / H.
+            Where neighbouring queries have more in common, "tiles" pays for longer sequences too;
+            queries that name a key in several slots gain nothing by it. A key or value with an
+            infinity or a NaN reaches by tiles neighbouring queries that have not selected it, and
+            all in the reference, which has no paths.
         dense_below: where Tkv is below it, the selection is set aside and each query attends to all
             keys up to its position, the last query at the last key's: dense causal
             attention, another function than the selection's. 0: never.

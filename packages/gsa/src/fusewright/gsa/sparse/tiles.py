@@ -125,13 +125,25 @@ def place_bits(place, word):
 
 @triton.jit
 def are_members(members_at, slot, place, capacity, CONFIG: tl.constexpr):
-    """Which places, the rows, are members of the entries of a list in these slots, the columns."""
-    bits = tl.load(members_at + slot)[None, :] & place_bits(place, 0)[:, None]
+    """Which places, the rows, are members of the entries of a list in these slots, the columns; or
+    TRANSPOSED.
+    """
+    bits = bits_of(tl.load(members_at + slot), place_bits(place, 0), CONFIG)
     WORDS: tl.constexpr = CONFIG.WORDS
     for word in tl.static_range(1, WORDS):
         more = tl.load(members_at + word * capacity + slot)
-        bits |= more[None, :] & place_bits(place, word)[:, None]
+        bits |= bits_of(more, place_bits(place, word), CONFIG)
     return bits != 0
+
+
+@triton.jit
+def bits_of(of_slots, of_places, CONFIG: tl.constexpr):
+    """The bits that words of slots and of places have in common, of each pair."""
+    if CONFIG.TRANSPOSED:
+        bits = of_slots[:, None] & of_places[None, :]
+    else:
+        bits = of_slots[None, :] & of_places[:, None]
+    return bits
 
 
 @triton.jit

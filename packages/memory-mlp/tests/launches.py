@@ -136,16 +136,20 @@ def launch_a_scan(
     masked: bool = False,
     clipped: bool = False,
     resting: bool = False,
+    packed: bool = False,
 ) -> None:
-    """Forward and backward of 4 rows of 5 heads; ``resting``: with a rest and a norm."""
+    """Forward and backward of 4 rows of 5 heads; ``resting``: with a rest and a norm; ``packed``:
+    with several documents in a row.
+    """
     batch, tokens, heads = 4, 320, 5
     rows = torch.empty(batch, tokens, heads, width, dtype=dtype)
     state = torch.empty(batch, heads, 2, packed_size(hidden, width))
     gate = torch.empty(batch, tokens, heads)
     written = torch.empty(batch, tokens, heads, dtype=torch.bool) if masked else None
     rest = torch.empty(heads, 1, packed_size(hidden, width)) if resting else None
+    resets = torch.empty(batch, -(-tokens // chunk), dtype=torch.bool) if packed else None
     options = hidden, chunk, activation, read_when, resting
-    gates = gate, gate, gate, written, rest
+    gates = gate, gate, gate, written, rest, resets
     if clipped:
         y, end, states, _, *clip = scan.clipped_forward(
             *(rows, rows, rows, state), *gates, *options, 1.0
@@ -172,8 +176,10 @@ def every_scan() -> None:
         launch_a_scan(width, hidden, BF16, chunk, masked=True)
     for hidden, dtype in ((128, BF16), (256, BF16), (128, F16), (128, F32)):
         launch_a_scan(64, hidden, dtype, clipped=True)
-        launch_a_scan(64, hidden, dtype, resting=True)
-    launch_a_scan(64, 128, BF16, clipped=True, resting=True)
+        launch_a_scan(64, hidden, dtype, resting=True, packed=True)
+    launch_a_scan(64, 128, BF16, clipped=True, resting=True, packed=True)
+    launch_a_scan(64, 128, BF16, resting=True)
+    launch_a_scan(64, 256, BF16, masked=True, packed=True)
     launch_a_scan(3, 5, BF16, 5, clipped=True)
 
 
@@ -187,8 +193,11 @@ def launch_a_deep_scan(
     read_when: str = "after",
     masked: bool = False,
     resting: bool = False,
+    packed: bool = False,
 ) -> None:
-    """Forward and backward of 4 rows of 5 heads; ``resting``: with a rest and a norm."""
+    """Forward and backward of 4 rows of 5 heads; ``resting``: with a rest and a norm; ``packed``:
+    with several documents in a row.
+    """
     batch, tokens, heads = 4, 320, 5
     rows = torch.empty(batch, tokens, heads, width, dtype=dtype)
     size = deep_size(layers, hidden, width)
@@ -196,8 +205,9 @@ def launch_a_deep_scan(
     gate = torch.empty(batch, tokens, heads)
     written = torch.empty(batch, tokens, heads, dtype=torch.bool) if masked else None
     rest = torch.empty(heads, 1, size) if resting else None
+    resets = torch.empty(batch, -(-tokens // chunk), dtype=torch.bool) if packed else None
     options = layers, hidden, chunk, activation, read_when, resting
-    gates = gate, gate, gate, written, rest
+    gates = gate, gate, gate, written, rest, resets
     y, end, states, _ = deep.deep_forward(rows, rows, rows, state, *gates, *options)
     deep_backward.deep_backward(y, end, rows, rows, rows, state, states, *gates, *options)
 
@@ -207,6 +217,7 @@ def every_deep_scan() -> None:
     for hidden in (128, 256):
         launch_a_deep_scan(4, 64, hidden, BF16)
     launch_a_deep_scan(3, 64, 128, BF16, resting=True)
+    launch_a_deep_scan(3, 64, 128, BF16, resting=True, packed=True)
     launch_a_deep_scan(3, 64, 256, F16, activation="gelu", read_when="before", masked=True)
     launch_a_deep_scan(3, 64, 128, F32)
     launch_a_deep_scan(3, 40, 200, BF16, chunk=32, activation="relu", masked=True)

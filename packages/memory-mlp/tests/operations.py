@@ -315,15 +315,19 @@ FORMS = {
     for op in (
         UpdateOp(form="-plain"),
         ShortChunksOp(
-            dict(read="before", activation="gelu", max_grad_norm=0.7), form="-clipped", masked=True
+            dict(read="before", activation="gelu", max_grad_norm=0.7),
+            form="-clipped",
+            masked=True,
+            packed=True,
         ),
-        RestOp(dict(residual_norm=True), form="-resting", masked=True),
+        RestOp(dict(residual_norm=True), form="-resting", masked=True, packed=True),
         DeepOp(
             dict(read="before", activation="gelu", residual_norm=True),
             form="-resting",
             layers=4,
             rests=True,
             masked=True,
+            packed=True,
         ),
         StateOp(form="-of-a-state"),
         InputOp(form="-constant-theta", theta=0.1, taps=1, key_norm="rms"),

@@ -84,12 +84,14 @@ class ScanOp(FlatOp):
 class DeepOp(ScanOp):
     """deep_memory_scan on flat lists of tensors: q, k, v, the memory of ``layers`` layers, its
     momentum, the three gates and, with ``rests``, what it forgets towards. Chunks are of 2 tokens
-    where there are few; every third token is not written where it is ``masked``.
+    where there are few; every third token is not written where it is ``masked``, and every second
+    chunk is reset where it is ``packed``.
     """
 
     layers: int = 3
     rests: bool = False
     masked: bool = False
+    packed: bool = False
 
     function = "deep_scan"
     # The memory is packed first.
@@ -98,7 +100,8 @@ class DeepOp(ScanOp):
 
     def having(self, **options: Any) -> DeepOp:
         """The op with fields or options of its own."""
-        fields = {x: options.pop(x) for x in ("layers", "rests", "masked") if x in options}
+        names = "layers", "rests", "masked", "packed"
+        fields = {x: options.pop(x) for x in names if x in options}
         return replace(self, **fields, options=self.options | options)
 
     def public(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
@@ -112,10 +115,10 @@ class DeepOp(ScanOp):
         if self.masked:
             token = torch.arange(q.shape[1], device=q.device)
             mask = (token % 3 != 1).view(1, -1, 1).expand(q.shape[:3])
+        given = dict(chunk=chunk) | self.options | options
+        resets = resets_of(q, given["chunk"]) if self.packed else None
         y, weights, momentum, *_ = deep_memory_scan(
-            *(q, k, v, *halves, *gates, mask),
-            rest or None,
-            **dict(chunk=chunk) | self.options | options,
+            *(q, k, v, *halves, *gates, mask), rest or None, resets, **given
         )
         return y, *weights, *momentum
 
@@ -157,21 +160,30 @@ class DeepOp(ScanOp):
         return [*scan[:3], *weights, *momentum, alpha, eta, theta, *rest]
 
 
+def resets_of(q: Tensor, chunk: int) -> Tensor:
+    """``[B, chunks]``: every second chunk, those of every second row first."""
+    chunks = torch.arange(-(-q.shape[1] // chunk), device=q.device)
+    return (torch.arange(len(q), device=q.device).unsqueeze(1) + chunks) % 2 == 1
+
+
 @dataclass(frozen=True)
 class ShortChunksOp(ScanOp):
     """The scan in chunks of 2 tokens where there are few; every third token is not written where it
-    is ``masked``.
+    is ``masked``, and every second chunk is reset where it is ``packed``.
     """
 
     masked: bool = False
+    packed: bool = False
 
     def public(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
         q = tensors[0]
         if isinstance(q, Tensor):
-            options["chunk"] = 2 if q.shape[1] < 64 else 64
+            options["chunk"] = self.options.get("chunk", 2 if q.shape[1] < 64 else 64)
             if self.masked:
                 token = torch.arange(q.shape[1], device=q.device)
                 options["write_mask"] = (token % 3 != 1).expand(q.shape[:2])
+            if self.packed:
+                options["resets"] = resets_of(q, options["chunk"])
         return super().public(*tensors, **options)
 
 

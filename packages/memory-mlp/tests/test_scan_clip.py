@@ -157,7 +157,7 @@ def amid(op, tensors):
     resting = pack_weights(MemoryWeights(*rest)) if rest else None
     options = {"chunk": 64, "activation": "silu", "read": "after"} | op.options
     form = (options[name] for name in ("chunk", "activation", "read"))
-    given = None, resting, state[1].shape[-1], *form, op.options.get("residual_norm", False)
+    given = None, resting, None, state[1].shape[-1], *form, op.options.get("residual_norm", False)
     operands = q, k, v, packed, alpha, eta, theta, *given
     norms = 1e-9 / reference_packed.packed_clipped_scan(*operands, 1e-9)[4].flatten()
     some = norms.sort().values[len(norms) // 3 : len(norms) * 2 // 3 + 1]

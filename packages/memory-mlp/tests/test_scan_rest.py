@@ -63,7 +63,9 @@ def test_norm_alone_is_as_near_to_fp64_as_torch(scan_op, device):
 @pytest.mark.parametrize("read", ["after", "before"])
 @pytest.mark.parametrize("residual_norm", [False, True])
 def test_chunks_of_products_are_the_recurrence_token_by_token(residual_norm, read, limit):
-    """In fp64, values and gradients, with tokens that are not written and gates of 0 and 1."""
+    """In fp64, values and gradients, with tokens that are not written, gates of 0 and 1 and chunks
+    that are reset.
+    """
     *tensors, w1, b1, w2, b2 = RestOp().draw(2, 11, 3, 3, 5, F64, rate=0.2)
     tensors[-3][0, ::3], tensors[-2][1, 1::4] = 1.0, 0.0
     written = torch.rand(2, 11, 3) < 0.6
@@ -76,9 +78,12 @@ def test_chunks_of_products_are_the_recurrence_token_by_token(residual_norm, rea
         *(x.mT for x in (alpha, eta, theta, written)),
         MemoryWeights(*leaves[-4:]),
     )
+    resets = torch.tensor([[True, False, True], [False, True, False]])
+    resets = resets.unsqueeze(1).expand(2, 3, 3)
     both = []
     for scan in (reference.memory_scan, reference.memory_scan_by_token):
         options = dict(chunk=4, read=read, residual_norm=residual_norm, max_grad_norm=limit)
+        options["resets"] = resets
         y, *ends, _, loss = scan(*operands, **options)
         outputs = [y, *(x for end in ends for x in end)]
         total = sum((x * (1 + place)).sin().sum() for place, x in enumerate(outputs))

@@ -219,7 +219,8 @@ def test_backward_pass_chunk_by_chunk_is_autograds(scan_op, masked, read):
     packed = pack(MemoryWeights(*state[:4]), MemoryWeights(*state[4:]))
     assert same_bits([x for half in unpack(packed, 5, 3) for x in half], state)
     leaves = [x.requires_grad_() for x in (q, k, v, packed, alpha, eta, theta)]
-    options = mask, None, 5, 3, "silu", read, False
+    resets = torch.tensor([[True, False, True], [False, True, False]]) if masked else None
+    options = mask, None, resets, 5, 3, "silu", read, False
     y, end, *_ = reference_packed.packed_scan(*leaves, *options)
     dy, dend = torch.randn_like(y), torch.randn_like(end)
     truth = torch.autograd.grad((y, end), leaves, (dy, dend))

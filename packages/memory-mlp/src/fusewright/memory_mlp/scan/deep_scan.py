@@ -28,6 +28,7 @@ from ..common.deep_weights import pack_deep, unpack_deep
 from ..common.operands import WIDEST, WIDEST_HIDDEN
 from ..common.weights import Weights
 from . import launch_deep, launch_deep_backward, reference, reference_packed
+from .reference_packed import of_heads
 from .registered import (
     GATES,
     GRADIENTS,
@@ -43,7 +44,8 @@ Tensor = torch.Tensor
 OPTIONS = "int layers, int hidden, int chunk, str activation, str read, bool residual_norm"
 
 
-def _forward_fake(q, k, v, state, alpha, eta, theta, written, rest, layers, hidden, chunk, *others):
+def _forward_fake(q, k, v, state, *gates_and_options):
+    _, _, _, _, _, _, _, _, chunk, *_ = gates_and_options
     return outputs_fake(q, state, chunk)
 
 
@@ -78,6 +80,7 @@ def deep_memory_scan(
     theta: Tensor,
     write_mask: Tensor | None,
     rest: Weights | None = None,
+    resets: Tensor | None = None,
     *,
     chunk: int = 64,
     activation: str = "silu",
@@ -100,7 +103,7 @@ def deep_memory_scan(
     if layers > 2 and uses_triton(q, backend) and serves(q, hidden, chunk, max_grad_norm, backend):
         gates = [gate.float() for gate in (alpha, eta, theta)]
         resting = None if rest is None else pack_deep(rest)
-        tensors = q, k, v, pack_deep(weights, momentum), *gates, write_mask, resting
+        tensors = q, k, v, pack_deep(weights, momentum), *gates, write_mask, resting, resets
         y, end, _, loss = _forward(*tensors, layers, hidden, *options)
         weights, momentum = unpack_deep(end, layers, hidden, width)
         return y, weights, momentum, None, loss
@@ -112,6 +115,7 @@ def deep_memory_scan(
         form: dict[str, Any] = {"chunk": chunk, "activation": activation, "read": read}
         y, weights, momentum, lost, loss = reference.memory_scan(
             *(q, k, v, weights, momentum, alpha, eta, theta, written, rest),
+            resets=of_heads(resets, q),
             **form,
             residual_norm=residual_norm,
             max_grad_norm=max_grad_norm,

@@ -44,6 +44,7 @@ from .tiles import (
     hidden_of,
     hypotenuse,
     inner_gradient,
+    is_reset,
     load_last,
     load_memory,
     load_seen,
@@ -137,6 +138,7 @@ def scan_states_kernel(
     reach_ptr,
     state_ptr,
     rest_ptr,
+    resets_ptr,
     states_ptr,
     end_ptr,
     parts_ptr,
@@ -156,7 +158,7 @@ def scan_states_kernel(
     chunks; with the other BLOCKS - 1 programs of its head it adds up the memory's outputs for
     the keys. It starts from ``state``, forgets towards ``rest`` [heads, SIZE] or zero, and writes
     the state with which each chunk began, ``states`` [chunks, heads of all rows, 2, SIZE], and that
-    with which the last one ended, ``end``.
+    with which the last one ended, ``end``. Chunks that ``resets`` names begin with ``state`` again.
 
     Weights are held as [BLOCK_D, BLOCK_H]: every tile has the rows that a group of four warps
     takes, however few hidden units a program has, so that more programs can work on a head.
@@ -174,6 +176,11 @@ def scan_states_kernel(
     w1, b1, w2, b2 = load_memory(memory, block, CONFIG)
     s1, sb1, s2, sb2 = load_memory(memory + SIZE, block, CONFIG)
     for chunk in tl.range(0, chunks, num_stages=1):
+        if resets_ptr is not None:
+            memory = state_ptr + own * (2 * SIZE)
+            if is_reset(resets_ptr, batch, chunk, tokens, CONFIG):
+                w1, b1, w2, b2 = load_memory(memory, block, CONFIG)
+                s1, sb1, s2, sb2 = load_memory(memory + SIZE, block, CONFIG)
         first = chunk * C
         place = batch, head, first
         count = tl.minimum(tokens - first, C)

@@ -22,6 +22,7 @@ from .tiles import (
     COUNTS,
     FACTOR,
     hypotenuse,
+    is_reset,
     load_last,
     load_memory,
     load_written,
@@ -31,6 +32,16 @@ from .tiles import (
     through_inner_gradient,
     token_numbers,
 )
+
+
+@triton.jit
+def add_to_memory(memory, weights, block, CONFIG: tl.constexpr):
+    """One block of a memory, added to what is stored."""
+    w1, b1, w2, b2 = load_memory(memory, block, CONFIG)
+    dw1, db1, dw2, db2 = weights
+    # All threads have loaded the last biases before the head's first program overwrites its own.
+    tl.debug_barrier()
+    store_memory(memory, (w1 + dw1, b1 + db1, w2 + dw2, b2 + db2), block, CONFIG)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -50,6 +61,8 @@ def scan_states_backward_kernel(
     dstates_ptr,
     dstate_ptr,
     dbegin_ptr,
+    resets_ptr,
+    dfirst_ptr,
     dv_ptr,
     written_ptr,
     parts_ptr,
@@ -81,7 +94,8 @@ def scan_states_backward_kernel(
     the reads' gradients in ``dstates`` and ends with ``dbegin``, that of the memory with which the
     first chunk began; with the other BLOCKS - 1 programs of its head it adds up de. It computes dv,
     and writes the gradient of z over that of h. Weights' gradients are held as [BLOCK_D, BLOCK_H],
-    as in the forward pass.
+    as in the forward pass. That of the memory with which a chunk that ``resets`` names began is
+    added to ``dfirst``, and none passes to the chunk before.
 
     With RESIDUAL_NORM e is a function of ``output``, v and k, and ``dk_norm`` [C, D] is the
     gradient of k through it alone.
@@ -224,6 +238,16 @@ def scan_states_backward_kernel(
         store_matrix(dh_ptr + corner, dz, token, row, C, HIDDEN)
         dw2 = product_onto(dw2, tl.trans(dr), h, CONFIG)
         dw1 = product_onto(dw1, tl.trans(k), dz, CONFIG)
+        if resets_ptr is not None:
+            reset = is_reset(resets_ptr, batch, chunk, tokens, CONFIG)
+            if reset:
+                first_memory = dfirst_ptr + own * (2 * SIZE)
+                add_to_memory(first_memory, (dw1, db1, dw2, db2), block, CONFIG)
+                add_to_memory(first_memory + SIZE, (ds1, dsb1, ds2, dsb2), block, CONFIG)
+            dw1, ds1 = tl.where(reset, 0.0, dw1), tl.where(reset, 0.0, ds1)
+            dw2, ds2 = tl.where(reset, 0.0, dw2), tl.where(reset, 0.0, ds2)
+            db1, dsb1 = tl.where(reset, 0.0, db1), tl.where(reset, 0.0, dsb1)
+            db2, dsb2 = tl.where(reset, 0.0, db2), tl.where(reset, 0.0, dsb2)
         if back == chunks - 1:
             target = dbegin_ptr + own * (2 * SIZE)
         store_memory(target, (dw1, db1, dw2, db2), block, CONFIG)

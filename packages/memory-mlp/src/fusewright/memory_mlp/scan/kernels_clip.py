@@ -32,6 +32,7 @@ from .tiles import (
     hidden_of,
     hypotenuse,
     inner_gradient,
+    is_reset,
     load_last,
     load_memory,
     load_written,
@@ -45,6 +46,16 @@ from .tiles import (
 MOST_PROGRAMS = tl.constexpr(64)
 # Numbers that are copied at once.
 COPIED = tl.constexpr(1024)
+
+
+@triton.jit
+def copy_state(source, target, CONFIG: tl.constexpr):
+    """One memory and its momentum."""
+    number = tl.arange(0, COPIED)
+    for start in tl.range(0, 2 * CONFIG.SIZE, COPIED):
+        inside = start + number < 2 * CONFIG.SIZE
+        x = tl.load(source + start + number, mask=inside)
+        tl.store(target + start + number, x, mask=inside)
 
 
 @triton.jit
@@ -65,12 +76,8 @@ def settle(pointers, own, chunk, tokens, heads, all_heads, programs, CONFIG: tl.
         taken = tl.min(flags, 0) != 0
         at = (own // heads * chunks + chunk - 1) * heads + own % heads
         tl.store(taken_ptr + at, taken)
-        number = tl.arange(0, COPIED)
         if taken == 0:
-            for start in tl.range(0, 2 * SIZE, COPIED):
-                inside = start + number < 2 * SIZE
-                x = tl.load(states_ptr + before * (2 * SIZE) + start + number, mask=inside)
-                tl.store(memory + start + number, x, mask=inside)
+            copy_state(states_ptr + before * (2 * SIZE), memory, CONFIG)
     # All threads see what any has stored.
     tl.debug_barrier()
     return memory
@@ -101,6 +108,7 @@ def clip_kernel(
     k_ptr,
     v_ptr,
     written_ptr,
+    resets_ptr,
     states_ptr,
     end_ptr,
     flags_ptr,
@@ -122,7 +130,8 @@ def clip_kernel(
     CONFIG: tl.constexpr,
 ):
     """One program settles the chunk before the next one of one head, and computes e [C, D] of that
-    one, clipped, and the ``factors`` rho [B, tokens, heads].
+    one, clipped, and the ``factors`` rho [B, tokens, heads]. If ``resets`` names that one, it
+    begins with the state of the first.
     """
     C: tl.constexpr = CONFIG.C
     BLOCK_C: tl.constexpr = CONFIG.BLOCK_C
@@ -130,6 +139,10 @@ def clip_kernel(
     chunk = tl.load(step_ptr + own)
     pointers = states_ptr, end_ptr, flags_ptr, taken_ptr
     memory = settle(pointers, own, chunk, tokens, heads, all_heads, programs, CONFIG)
+    if resets_ptr is not None:
+        if is_reset(resets_ptr, own // heads, chunk, tokens, CONFIG):
+            copy_state(states_ptr + own * (2 * CONFIG.SIZE), memory, CONFIG)
+        tl.debug_barrier()
     k_at = k_ptr, k_batch_stride, k_token_stride, k_head_stride
     v_at = v_ptr, v_batch_stride, v_token_stride, v_head_stride
     first = chunk * C

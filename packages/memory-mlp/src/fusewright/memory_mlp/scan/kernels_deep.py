@@ -27,7 +27,7 @@ from ..common.tiles import (
     token_rows,
     zeros,
 )
-from .tiles import COUNTS, inner_gradient, load_last, load_seen, normalised
+from .tiles import COUNTS, inner_gradient, is_reset, load_last, load_seen, normalised
 from .tiles_deep import (
     CURVES,
     KEYS,
@@ -244,6 +244,7 @@ def deep_advance_kernel(
     nu_ptr,
     reach_ptr,
     rest_ptr,
+    resets_ptr,
     rows_ptr,
     wide_ptr,
     states_ptr,
@@ -258,7 +259,7 @@ def deep_advance_kernel(
     CONFIG: tl.constexpr,
 ):
     """One program computes one tile of the memory and the momentum of one head after a chunk, and
-    its rounding in ``rounded``.
+    its rounding in ``rounded``; if ``resets`` names the next one, that of the first.
     """
     BLOCK: tl.constexpr = CONFIG.BLOCK_D
     SIZE: tl.constexpr = CONFIG.SIZE
@@ -305,6 +306,16 @@ def deep_advance_kernel(
         w += (1.0 - keep) * r
     w = product_onto(w, tl.trans(down_memory), across_memory, CONFIG)
     s = product_onto(decay * s, tl.trans(down_momentum), across_momentum, CONFIG)
+    first = states_ptr + own * (2 * SIZE)
+    if resets_ptr is not None:
+        following = tl.minimum(chunk + 1, chunks - 1)
+        reset = is_reset(resets_ptr, own // heads, following, tokens, CONFIG)
+        # What the last chunk leaves is no chunk's beginning.
+        reset = reset & (chunk < chunks - 1)
+        if reset:
+            at = matrix_at(first, layer, CONFIG)
+            w = load_tile(at, row, col, height, CONFIG)
+            s = load_tile(at + SIZE, row, col, height, CONFIG)
     at = matrix_at(after, layer, CONFIG)
     store_tile(at, w, row, col, height, CONFIG)
     store_tile(at + SIZE, s, row, col, height, CONFIG)
@@ -326,6 +337,11 @@ def deep_advance_kernel(
         at += (layer - 1) * CONFIG.HIDDEN + unit
         b += tl.load(at, mask=inside, other=0.0)
         sb += tl.load(at + (SIZE - CONFIG.MATRICES), mask=inside, other=0.0)
+    if resets_ptr is not None:
+        at = biases_at(first, layer, CONFIG) + unit
+        if reset:
+            b = tl.load(at, mask=inside, other=0.0)
+            sb = tl.load(at + SIZE, mask=inside, other=0.0)
     at = biases_at(after, layer, CONFIG) + unit
     tl.store(at, b, mask=inside)
     tl.store(at + SIZE, sb, mask=inside)

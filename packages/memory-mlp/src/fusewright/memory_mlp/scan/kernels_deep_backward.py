@@ -21,7 +21,7 @@ import triton.language as tl
 
 from ..common.tiles import product_onto, zeros
 from .kernels_deep import back_through, layer_of
-from .tiles import COUNTS, FACTOR, load_last, load_seen, through_inner_gradient
+from .tiles import COUNTS, FACTOR, is_reset, load_last, load_seen, through_inner_gradient
 from .tiles_deep import (
     CURVES,
     DINPUTS,
@@ -273,6 +273,12 @@ def two_sides(rows_ptr, kinds, layer, token, row, col, height, places, place, CO
     return down, load_rows(y, token, col, CONFIG.HIDDEN, CONFIG)
 
 
+@triton.jit
+def add_to_tile(at, x, row, col, height, CONFIG: tl.constexpr):
+    """A tile of a matrix, added to what is stored."""
+    store_tile(at, load_tile(at, row, col, height, CONFIG) + x, row, col, height, CONFIG)
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def deep_states_backward_kernel(
     gamma_ptr,
@@ -283,6 +289,8 @@ def deep_states_backward_kernel(
     wide_ptr,
     dstate_ptr,
     drest_ptr,
+    resets_ptr,
+    dfirst_ptr,
     rounded_ptr,
     dends_ptr,
     read_sums_ptr,
@@ -299,7 +307,9 @@ def deep_states_backward_kernel(
     ``dstate``, from a chunk's end to its start. For the chunk before, whose end that is, it rounds
     the tile of the memory with which that began, and computes what the tile adds to the gradients
     of the last keep, carry and decay, ``dends`` [chunks, heads, TILES, 3]. ``drest`` has every
-    row's own. Without ``rows`` it does the latter for the last of all chunks.
+    row's own. Without ``rows`` it does the latter for the last of all chunks. The gradient of the
+    memory with which a chunk that ``resets`` names began is added to ``dfirst``, and none passes to
+    the chunk before.
     """
     BLOCK: tl.constexpr = CONFIG.BLOCK_D
     SIZE: tl.constexpr = CONFIG.SIZE
@@ -383,6 +393,18 @@ def deep_states_backward_kernel(
                 rows_ptr, kinds, layer, token, row, col, height, places, place, CONFIG
             )
             dw = product_onto(dw, tl.trans(down), across, CONFIG)
+        if resets_ptr is not None:
+            reset = is_reset(resets_ptr, own // heads, first_chunk + within, tokens, CONFIG)
+            if reset:
+                first = matrix_at(dfirst_ptr + own * (2 * SIZE), layer, CONFIG)
+                add_to_tile(first, dw, row, col, height, CONFIG)
+                add_to_tile(first + SIZE, ds, row, col, height, CONFIG)
+                first = biases_at(dfirst_ptr + own * (2 * SIZE), layer, CONFIG) + unit
+                tl.store(first, tl.load(first, mask=has_bias) + db, mask=has_bias)
+                first += SIZE
+                tl.store(first, tl.load(first, mask=has_bias) + dsb, mask=has_bias)
+            dw, ds = tl.where(reset, 0.0, dw), tl.where(reset, 0.0, ds)
+            db, dsb = tl.where(reset, 0.0, db), tl.where(reset, 0.0, dsb)
         store_tile(at, dw, row, col, height, CONFIG)
         store_tile(at + SIZE, ds, row, col, height, CONFIG)
         tl.store(biases, db, mask=has_bias)

@@ -56,6 +56,8 @@ RECOMPUTE = ScanConfig(block_h=64, num_warps=4)
 # With a clip; unmeasured.
 CLIP = ScanConfig(block_h=64, num_warps=4)
 ADVANCE = ScanConfig(block_h=32, num_warps=4, splits_heads=True, waits=False)
+# q, k, v, the state, the gates, which tokens are written, the rest, which chunks are reset.
+OPERANDS = 10
 # Programs of four warps on one multiprocessor.
 PROGRAMS_AT_ONCE = 2
 # hidden, chunk, activation, read, residual_norm, precision.
@@ -116,6 +118,10 @@ class Problem(NamedTuple):
     @property
     def rest_shape(self) -> tuple[int, ...]:
         return self.heads, 1, packed_size(self.hidden, self.width)
+
+    @property
+    def resets_shape(self) -> tuple[int, ...]:
+        return self.batch, self.chunks
 
     def sharing(self, configs: tuple[ScanConfig, ...]) -> ScanConfig:
         """The first of the lines all of whose programs run on the GPU at once."""
@@ -211,9 +217,10 @@ def scan_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     Args:
         arguments: q, k, v, the packed state, alpha, eta, theta, which tokens are written or None,
-            the packed rest or None; then hidden, chunk, activation, read and residual_norm.
+            the packed rest or None, which chunks are reset or None; then hidden, chunk, activation,
+            read and residual_norm.
     """
-    operands, options = arguments[:9], arguments[9:]
+    operands, options = arguments[:OPERANDS], arguments[OPERANDS:]
     q, _, _, state, *_ = operands
     if not q.numel():
         chunks = cdiv(q.shape[1], options[1])
@@ -236,7 +243,7 @@ def clipped_forward(*arguments: Any) -> tuple[Tensor, ...]:
         chunks, batch, heads = states.shape[:3]
         taken = state.new_empty((batch, chunks, heads), dtype=torch.bool)
         return y, end, states, loss, alpha.new_empty(alpha.shape), taken
-    return launched_forward(tuple(given[:9]), given[9:], (limit,))
+    return launched_forward(tuple(given[:OPERANDS]), given[OPERANDS:], (limit,))
 
 
 def launched_forward(
@@ -247,13 +254,14 @@ def launched_forward(
     plan = forward_plan(q.shape, options, layouts(*operands), q.device, bool(limit))
     if plan.copies:
         operands = contiguous_where(operands, plan.copies)
-    q, k, v, state, *gates, written, rest = operands
+    q, k, v, state, *gates, written, rest, resets = operands
     # No call of ``allocate`` for each of them.
     intermediate = [None if x is None else x() for x in plan.intermediate]
     gamma, nu, reach, tiles, arrived = intermediate
     y, end, states, loss = [allocate() for allocate in plan.results]
     if plan.clip is None:
-        tokens = k, v, written, gamma, nu, reach, state, rest, states, end, tiles, arrived
+        starts = state, rest, resets
+        tokens = k, v, written, gamma, nu, reach, *starts, states, end, tiles, arrived
         reads = q, k, v, written, gamma, reach, states, rest, y, loss, *NOT_KEPT, None
         launch_in_order(
             LaunchCall(plan.find_decays, (*gates, written, gamma, nu, reach, None, arrived)),
@@ -267,7 +275,7 @@ def launched_forward(
     # It sets the count of chunks to zero.
     plan.find_decays((*gates, written, gamma, nu, reach, None, step))
     settled = states, end, flags, taken, step
-    clipped = k, v, written, *settled, e, factors
+    clipped = k, v, written, resets, *settled, e, factors
     advanced = k, written, gamma, nu, reach, rest, states, end, flags, step, e, factors
     for _ in range(plan.clip.chunks):
         plan.clip.clip(clipped, limit)
@@ -286,13 +294,14 @@ def forward_plan(
     clips: bool = False,
 ) -> ForwardPlan:
     """The plan for operands of these layouts: q, k, v, the state, alpha, eta, theta, which tokens
-    are written, and rest, None where there is none. A launch with a clip is another than one
-    without.
+    are written, rest and which chunks are reset, None where there is none. A launch with a clip is
+    another than one without.
     """
-    *rows, state, alpha, eta, theta, written, rest = operands
+    *rows, state, alpha, eta, theta, written, rest, resets = operands
     problem = problem_of(shape, options, rows[0], device)
     gates = ((shape[:3], gate) for gate in (alpha, eta, theta, written))
-    others = (problem.state_shape, state), *gates, (problem.rest_shape, rest)
+    optional = (problem.rest_shape, rest), (problem.resets_shape, resets)
+    others = (problem.state_shape, state), *gates, *optional
     copies, strides = head_strides(shape, rows, *others)
     chunks, config = problem.chunks, problem.sharing(STATES)
     return ForwardPlan(

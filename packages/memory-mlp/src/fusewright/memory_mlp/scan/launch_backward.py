@@ -131,10 +131,10 @@ def scan_backward(*arguments: Any) -> tuple[Tensor, ...]:
         arguments: the gradients of y and of the last state, q, k, v, the packed state before the
             first token, the states with which the chunks began; then as for ``scan_forward``.
     """
-    dy, dend, q, k, v, _, states, alpha, eta, theta, written, rest, *options = arguments
+    dy, dend, q, k, v, _, states, alpha, eta, theta, written, rest, resets, *options = arguments
     if not q.numel():
         return without_tokens(dend, rest, q, k, v, alpha, eta, theta)
-    operands = dy, q, k, v, dend, states, alpha, eta, theta, written, rest
+    operands = dy, q, k, v, dend, states, alpha, eta, theta, written, rest, resets
     return launched_backward(operands, options, None, ())
 
 
@@ -145,8 +145,8 @@ def clipped_backward(*arguments: Any) -> tuple[Tensor, ...]:
         arguments: as for ``scan_backward``, the factors and which chunks were taken behind the
             states; then the largest norm.
     """
-    dy, dend, q, k, v, _, states, factors, taken, *gates, written, rest = arguments[:14]
-    *options, limit = arguments[14:]
+    dy, dend, q, k, v, _, states, factors, taken, *gates, written, rest, resets = arguments[:15]
+    *options, limit = arguments[15:]
     if not q.numel():
         return without_tokens(dend, rest, q, k, v, *gates)
     # A chunk that was not taken has written nothing, and nothing passes through its reads.
@@ -154,7 +154,7 @@ def clipped_backward(*arguments: Any) -> tuple[Tensor, ...]:
     seen = taken.unsqueeze(2).expand(-1, -1, chunk, -1).flatten(1, 2)[:, : q.shape[1]]
     dy = torch.where(seen.unsqueeze(-1), dy, 0.0)
     written = seen.contiguous() if written is None else written & seen
-    operands = dy, q, k, v, dend, states, *gates, written, rest
+    operands = dy, q, k, v, dend, states, *gates, written, rest, resets
     return launched_backward(operands, options, factors, (limit,))
 
 
@@ -172,13 +172,14 @@ def launched_backward(
     plan = backward_plan(q.shape, precise, layouts(*operands), q.device, bool(limit))
     if plan.copies:
         operands = contiguous_where(operands, plan.copies)
-    dy, q, k, v, dstate, states, alpha, eta, theta, written, rest = operands
+    dy, q, k, v, dstate, states, alpha, eta, theta, written, rest, resets = operands
     dq, dk, dv, *dgates = [allocate() for allocate in plan.results]
     # With a clip the gates of a token count whose gradient has no norm, and nothing else of it.
     rows_written = written
     if factors is not None:
         rows_written = written & (factors != 0.0)
     drest = dstate.new_zeros(0) if rest is None else plan.rest[1]().zero_()
+    dfirst = None if resets is None else plan.dbegin().zero_()
     no_limit = () if limit else (None,)
     places = [place_of(plan) for _ in range(plan.places)]
     calls = []
@@ -203,7 +204,8 @@ def launched_backward(
         ends = (gamma, nu, reach, states)
         rows = (h, slope, curve, e, de, dh, dp, dstates, dstate)
         dbegin = plan.dbegin()
-        writes = k, *ends, *rows, dbegin, dv, rows_written, tiles, arrived, *clip, *norm, *no_limit
+        begins = dbegin, resets, dfirst
+        writes = k, *ends, *rows, *begins, dv, rows_written, tiles, arrived, *clip, *norm, *no_limit
         from_ends = place.from_ends
         drows = dk_read, dh, dstates, dstate, rows_written, dk, *from_ends
         gates = alpha, eta, written, gamma, place.nus, reach, dgamma, dreach, *from_ends, *dgates
@@ -233,6 +235,8 @@ def launched_backward(
             launch_in_order(*part_calls.before, part_calls.write, *part_calls.after)
     else:
         launch_beside(calls, q.device)
+    if dfirst is not None:
+        dstate = dstate + dfirst
     # One rest serves all rows.
     return dq, dk, dv, dstate, *dgates, drest if rest is None else drest.sum(0)
 
@@ -297,14 +301,15 @@ def backward_plan(
     clips: bool = False,
 ) -> BackwardPlan:
     """The plan for operands of these layouts: dy, q, k, v, dend, the states, alpha, eta, theta,
-    which tokens are written, and rest, None where there is none.
+    which tokens are written, rest and which chunks are reset, None where there is none.
     """
-    rows, (dend, states, *gates, rest) = operands[:4], operands[4:]
+    rows, (dend, states, *gates, rest, resets) = operands[:4], operands[4:]
     problem = problem_of(shape, options, rows[0], device)
     all_heads, state = problem.all_heads, problem.state_shape
     chunk, hidden = problem.chunk, problem.hidden
     ends = (state, dend), ((problem.chunks, *state), states)
-    others = *ends, *((shape[:3], gate) for gate in gates), (problem.rest_shape, rest)
+    optional = (problem.rest_shape, rest), (problem.resets_shape, resets)
+    others = *ends, *((shape[:3], gate) for gate in gates), *optional
     copies, strides = head_strides(shape, rows, *others)
     # As many chunks at once as fill the GPU, within the memory that their intermediate results may
     # take.

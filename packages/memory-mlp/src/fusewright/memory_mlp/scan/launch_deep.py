@@ -27,7 +27,7 @@ from .._core.lazy import lazy_module
 from .._core.precision import power_of_2
 from ..common.deep_weights import deep_matrices, deep_size
 from ..common.operands import FEWEST_ROWS, SMALLEST_TILE, head_strides, product_precision
-from .launch import decays_launch
+from .launch import OPERANDS, decays_launch
 
 if TYPE_CHECKING:
     from . import kernels, kernels_deep
@@ -130,6 +130,10 @@ class DeepProblem(NamedTuple):
         return self.heads, 1, self.state_shape[-1]
 
     @property
+    def resets_shape(self) -> tuple[int, ...]:
+        return self.batch, self.chunks
+
+    @property
     def gate_constants(self) -> DeepConfig:
         return self.constants
 
@@ -222,9 +226,10 @@ def deep_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     Args:
         arguments: q, k, v, the packed state, alpha, eta, theta, which tokens are written or None,
-            the packed rest or None; then layers, hidden, chunk, activation, read and residual_norm.
+            the packed rest or None, which chunks are reset or None; then layers, hidden, chunk,
+            activation, read and residual_norm.
     """
-    operands, options = arguments[:9], arguments[9:]
+    operands, options = arguments[:OPERANDS], arguments[OPERANDS:]
     q, state = operands[0], operands[3]
     if not q.numel():
         chunks = cdiv(q.shape[1], options[2])
@@ -234,14 +239,14 @@ def deep_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     plan = forward_plan(q.shape, options, layouts(*operands), q.device)
     if plan.copies:
         operands = contiguous_where(operands, plan.copies)
-    q, k, v, state, *gates, written, rest = operands
+    q, k, v, state, *gates, written, rest, resets = operands
     gamma, nu, reach, rounded, rows, wide, sums, step = [x() for x in plan.intermediate]
     y, end, states, loss = [allocate() for allocate in plan.results]
     states[0].copy_(state)
     rounded.copy_(state[:, :, 0, : plan.matrices])
     decays = LaunchCall(plan.find_decays, (*gates, written, gamma, nu, reach, None, step))
     of_rows = k, v, written, gamma, nu, rounded, states, rows, wide, sums, loss, step
-    advanced = gamma, nu, reach, rest, rows, wide, states, end, rounded, sums, step
+    advanced = gamma, nu, reach, rest, resets, rows, wide, states, end, rounded, sums, step
     calls = LaunchCall(plan.rows, of_rows), LaunchCall(plan.advance, advanced)
     reads = [LaunchCall(x, (q, gamma, reach, rest, states, rows, None, y)) for x in plan.reads]
     prepare(decays, *calls, *reads)
@@ -261,12 +266,13 @@ def forward_plan(
     device: torch.device,
 ) -> ForwardPlan:
     """The plan for operands of these layouts: q, k, v, the state, alpha, eta, theta, which tokens
-    are written and the rest.
+    are written, the rest and which chunks are reset.
     """
-    *rows, state, alpha, eta, theta, written, rest = operands
+    *rows, state, alpha, eta, theta, written, rest, resets = operands
     problem = problem_of(shape, options, rows[0], device)
     gates = ((shape[:3], gate) for gate in (alpha, eta, theta, written))
-    others = (problem.state_shape, state), *gates, (problem.rest_shape, rest)
+    optional = (problem.rest_shape, rest), (problem.resets_shape, resets)
+    others = (problem.state_shape, state), *gates, *optional
     copies, (q, k, v) = head_strides(shape, rows, *others)
     chunks, heads = problem.chunks, problem.all_heads
     constants = problem.constants

@@ -100,26 +100,27 @@ def deep_backward(*arguments: Any) -> tuple[Tensor, ...]:
         arguments: the gradients of y and of the last state, q, k, v, the packed state before the
             first token, the states with which the chunks began; then as for ``deep_forward``.
     """
-    dy, dend, q, k, v, _, states, *gates, written, rest = arguments[:12]
-    options = arguments[12:]
+    dy, dend, q, k, v, _, states, *gates, written, rest, resets = arguments[:13]
+    options = arguments[13:]
     if not q.numel():
         return without_tokens(dend, rest, q, k, v, *gates)
-    operands = dy, q, k, v, states, *gates, written, rest
+    operands = dy, q, k, v, states, *gates, written, rest, resets
     precise = *options, product_precision(q.dtype)
     plan = backward_plan(q.shape, precise, layouts(*operands), q.device)
     if plan.copies:
         operands = contiguous_where(operands, plan.copies)
-    dy, q, k, v, states, alpha, eta, theta, written, rest = operands
+    dy, q, k, v, states, alpha, eta, theta, written, rest, resets = operands
     dq, dk, dv, *dgates = [allocate() for allocate in plan.results]
     # The gradient of the memory that goes from chunk to chunk, and at last of the first one.
     dstate = dend.clone(memory_format=torch.contiguous_format)
     drest = None if rest is None else plan.drest().zero_()
+    dfirst = None if resets is None else torch.zeros_like(dstate)
     rounded, dends = plan.rounded(), plan.dends()
     gamma, nu, reach, nus, step = [allocate() for allocate in plan.gates]
     rows, wide = [allocate() for allocate in plan.tokens]
     dgamma, dreach, dlast = [allocate() for allocate in plan.gradients]
     read_sums, row_sums = [allocate() for allocate in plan.sums]
-    memory = dstate, drest, rounded, dends, read_sums, row_sums, step
+    memory = dstate, drest, resets, dfirst, rounded, dends, read_sums, row_sums, step
     begin = LaunchCall(plan.begin, (gamma, reach, rest, states, None, None, *memory))
     for index, part in enumerate(plan.parts):
         decays = alpha, eta, theta, written, gamma, nu, reach, nus, step
@@ -150,6 +151,8 @@ def deep_backward(*arguments: Any) -> tuple[Tensor, ...]:
         own = dends[part.first : part.first + part.chunks].sum(2).transpose(0, 1).contiguous()
         saved = alpha, eta, written, gamma, nus, reach, dgamma, dreach
         part.gates((*saved, last, own, *dgates))
+    if dfirst is not None:
+        dstate = dstate + dfirst
     # One rest serves all rows.
     return dq, dk, dv, dstate, *dgates, dstate.new_empty(0) if drest is None else drest.sum(0)
 
@@ -162,14 +165,15 @@ def backward_plan(
     device: torch.device,
 ) -> BackwardPlan:
     """The plan for operands of these layouts: dy, q, k, v, the states, alpha, eta, theta, which
-    tokens are written and the rest.
+    tokens are written, the rest and which chunks are reset.
     """
-    rows, (states, *gates, rest) = operands[:4], operands[4:]
+    rows, (states, *gates, rest, resets) = operands[:4], operands[4:]
     problem = problem_of(shape, options, rows[0], device)
     heads, chunk = problem.all_heads, problem.chunk
     state = problem.state_shape
     others = ((problem.chunks, *state), states), *((shape[:3], gate) for gate in gates)
-    copies, strides = head_strides(shape, rows, *others, (problem.rest_shape, rest))
+    optional = (problem.rest_shape, rest), (problem.resets_shape, resets)
+    copies, strides = head_strides(shape, rows, *others, *optional)
     place_bytes = problem.layers * chunk * problem.stride * 5 * (problem.dtype.itemsize + 4)
     most = PLACES_OF_A_MULTIPROCESSOR * device_properties(device).multiprocessors
     part_chunks = max(1, min(problem.chunks, min(most, PART_BYTES // place_bytes) // heads))

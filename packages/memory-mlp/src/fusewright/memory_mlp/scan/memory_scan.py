@@ -43,28 +43,13 @@ from typing import NamedTuple
 import torch
 
 from .._core.backends import Backend, decline, uses_triton
-from .._core.checks import (
-    FLOATING,
-    check_bool,
-    check_device,
-    check_floating,
-    check_option,
-    check_same,
-    checked_count,
-)
 from .._core.precision import autocast, wide_dtype, without_autocast
 from .._core.registration import Derivative, Op
-from ..common.checks import (
-    ACTIVATION_NAMES,
-    READS,
-    are_plain,
-    check_heads,
-    check_switch,
-    checked_positive,
-)
+from ..common.checks import check_switch, checked_positive
 from ..common.operands import WIDEST, WIDEST_HIDDEN
-from ..common.weights import MemoryWeights, pack, packed_copy, unpack, weight_shapes
+from ..common.weights import MemoryWeights, pack, packed_copy, unpack
 from . import launch, launch_backward, reference, reference_clip, reference_packed
+from .checks import check_resets, check_rest, checked_chunk, checked_mask
 from .registered import (
     GATES,
     GRADIENTS,
@@ -101,7 +86,9 @@ class MemoryScan(NamedTuple):
     loss: Tensor
 
 
-def _forward_fake(q, k, v, state, alpha, eta, theta, written, rest, hidden, chunk, *options):
+def _forward_fake(
+    q, k, v, state, alpha, eta, theta, written, rest, resets, hidden, chunk, *options
+):
     return outputs_fake(q, state, chunk)
 
 
@@ -109,7 +96,9 @@ def _backward_reference(dy, dend, q, k, v, state, states, *gates_and_options):
     return reference_packed.packed_scan_backward(dy, dend, q, k, v, state, *gates_and_options)
 
 
-def _clipped_fake(q, k, v, state, alpha, eta, theta, written, rest, hidden, chunk, *options):
+def _clipped_fake(
+    q, k, v, state, alpha, eta, theta, written, rest, resets, hidden, chunk, *options
+):
     batch, tokens, heads = alpha.shape
     taken = alpha.new_empty((batch, -(-tokens // chunk), heads), dtype=torch.bool)
     return *outputs_fake(q, state, chunk), alpha.new_empty(alpha.shape), taken
@@ -159,10 +148,11 @@ _clipped_backward = Op(
 @_clipped.derivative
 class _ClippedScan(Derivative):
     @staticmethod
-    def forward(ctx, run, q, k, v, state, alpha, eta, theta, written, rest, *options):
-        outputs = run(q, k, v, state, alpha, eta, theta, written, rest, *options)
+    def forward(ctx, run, q, k, v, state, alpha, eta, theta, written, rest, resets, *options):
+        gates = alpha, eta, theta, written, rest, resets
+        outputs = run(q, k, v, state, *gates, *options)
         _, _, states, loss, *clip = outputs
-        ctx.save_for_backward(q, k, v, state, states, *clip, alpha, eta, theta, written, rest)
+        ctx.save_for_backward(q, k, v, state, states, *clip, *gates)
         ctx.options = options
         ctx.set_materialize_grads(False)
         # What tokens were skipped follows from these: they are results of a direct call too.
@@ -188,6 +178,7 @@ def memory_scan(
     theta: Tensor,
     write_mask: Tensor | None = None,
     rest: MemoryWeights | None = None,
+    resets: Tensor | None = None,
     *,
     chunk: int = 64,
     activation: str = "silu",
@@ -213,6 +204,10 @@ def memory_scan(
             weights nor momentum. Its key, value and gates are not used and may be NaN; its
             query is read.
         rest: ``[heads, ...]`` in the weights' dtype, R, for all rows; None is zero.
+        resets: ``[B, chunks]``, bool: where it is True, a chunk begins with ``weights`` and
+            ``momentum`` again, whatever stands before it. So a row may hold several documents, each
+            padded to whole chunks by tokens that are not written; none depends on another. None:
+            no chunk does, but for the first.
         chunk: tokens whose gradients are taken at the same weights; 1 is the plain recurrence. A
             last chunk may be shorter.
         activation: "silu", "relu" or "gelu" (the exact one).
@@ -237,15 +232,15 @@ def memory_scan(
         Numbers that are not finite stay within their row and head; without ``max_grad_norm`` a
         memory that diverges is not repaired.
 
-    Differentiable in everything but write_mask, twice; the second derivative runs in plain torch.
-    The clip's own derivative is part of it. In the backward pass a chunk that was not taken is the
-    identity: the gradients of weights and momentum pass unchanged, and all other gradients of its
-    tokens, its reads' among them, are zero.
+    Differentiable in everything but write_mask and resets, twice; the second derivative runs in
+    plain torch. The clip's own derivative is part of it. In the backward pass a chunk that was not
+    taken is the identity: the gradients of weights and momentum pass unchanged, and all other
+    gradients of its tokens, its reads' among them, are zero.
     Memory grows with B * heads * T / chunk copies of weights and momentum.
 
     Raises:
-        TypeError: a tensor is not floating point or not strided, the mask or residual_norm is not
-            bool, chunk is no integer.
+        TypeError: a tensor is not floating point or not strided, the mask, resets or residual_norm
+            is not bool, chunk is no integer.
         ValueError: the shapes, dtypes or devices are not as above, or an option is unknown.
         RuntimeError: backend is "triton" and the kernels cannot serve this call.
     """
@@ -255,6 +250,8 @@ def memory_scan(
         write_mask = checked_mask(write_mask, q)
     if rest is not None:
         check_rest(rest, weights)
+    if resets is not None:
+        check_resets(resets, q, chunk)
     check_switch("residual_norm", residual_norm)
     if max_grad_norm is not None:
         max_grad_norm = checked_positive("max_grad_norm", max_grad_norm)
@@ -266,7 +263,7 @@ def memory_scan(
     state = pack(weights, momentum)
     options = (hidden, chunk, activation, read, residual_norm)
     resting = None if rest is None else packed_copy(rest)
-    tensors = (q, k, v, state, alpha, eta, theta, write_mask, resting)
+    tensors = (q, k, v, state, alpha, eta, theta, write_mask, resting, resets)
     if max_grad_norm is None:
         if on_kernels:
             y, end, _, loss = _forward(*tensors, *options)
@@ -291,106 +288,6 @@ def skipped_tokens(factors: Tensor, taken: Tensor, chunk: int, written: Tensor |
     mask = None if written is None else written.mT
     by_token = reference.of_tokens(taken.mT, chunk, factors.mT)
     return reference_clip.lost_tokens(factors.mT, by_token, mask)
-
-
-def checked_chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weights: MemoryWeights,
-    momentum: MemoryWeights,
-    gates: tuple[Tensor, ...],
-    chunk: int,
-    activation: str,
-    read: str,
-) -> int:
-    """The chunk as an int. q, k, v must be rows of heads of one shape, weights and momentum
-    memories of these rows and heads, each gate one number for each token and head.
-    """
-    if (
-        isinstance(q, Tensor)
-        and isinstance(weights, MemoryWeights)
-        and isinstance(momentum, MemoryWeights)
-        and isinstance(weights.w1, Tensor)
-        and q.ndim == weights.w1.ndim == 4
-        and type(chunk) is int
-        and activation in ACTIVATION_NAMES
-        and read in READS
-        and q.shape[3]
-        and weights.w1.shape[2]
-        and chunk > 0
-        and q.dtype in FLOATING
-    ):
-        shape = q.shape
-        state = weight_shapes((shape[0], shape[2]), weights.w1.shape[2], shape[3])
-        if are_plain(
-            (q, k, v, *weights, *momentum, *gates),
-            (shape,) * 3 + (*state, *state) + (shape[:3],) * 3,
-            ((q.dtype,),) * 3 + ((wide_dtype(q),),) * 8 + (FLOATING,) * 3,
-            q.device,
-        ):
-            return chunk
-    # One is wrong: which one?
-    check_heads("q", q)
-    check_same("k", k, "q", q)
-    check_same("v", v, "q", q)
-    check_option("activation", activation, ACTIVATION_NAMES)
-    check_option("read", read, READS)
-    batch, tokens, heads, width = q.shape
-    dtype = wide_dtype(q)
-    hidden = 0
-    for name, half in (("weights", weights), ("momentum", momentum)):
-        if not isinstance(half, MemoryWeights):
-            raise TypeError(f"{name} must be MemoryWeights, got {type(half).__name__}")
-        for field, x in zip(half._fields, half, strict=True):
-            check_floating(f"{name}.{field}", x)
-        hidden = hidden or (half.w1.shape[-2] if half.w1.ndim == 4 else 0)
-        shapes = weight_shapes((batch, heads), hidden, width)
-        for field, x, axes in zip(half._fields, half, shapes, strict=True):
-            if tuple(x.shape) != axes or not hidden:
-                wanted = (batch, heads, *(axis or "hidden" for axis in axes[2:]))
-                raise ValueError(f"{name}.{field} must be {wanted}, got {tuple(x.shape)}")
-            if x.dtype != dtype or x.device != q.device:
-                raise ValueError(
-                    f"{name}.{field} must be {dtype} on {q.device}, got {x.dtype} on {x.device}"
-                )
-    for name, gate in zip(("alpha", "eta", "theta"), gates, strict=True):
-        check_floating(name, gate)
-        check_token_numbers(name, gate, (batch, tokens, heads), q)
-    return checked_count("chunk", chunk)
-
-
-def check_rest(rest: MemoryWeights, weights: MemoryWeights) -> None:
-    """Of one row's weights, in their dtype and on their device."""
-    if not isinstance(rest, MemoryWeights):
-        raise TypeError(f"rest must be MemoryWeights, got {type(rest).__name__}")
-    for field, x, like in zip(rest._fields, rest, weights, strict=True):
-        check_floating(f"rest.{field}", x)
-        if x.shape != like.shape[1:]:
-            raise ValueError(f"rest.{field} must be {tuple(like.shape[1:])}, got {tuple(x.shape)}")
-        if x.dtype != like.dtype or x.device != like.device:
-            raise ValueError(
-                f"rest.{field} must be {like.dtype} on {like.device}, got {x.dtype} on {x.device}"
-            )
-
-
-def checked_mask(write_mask: Tensor, q: Tensor) -> Tensor:
-    """The mask as [B, T, heads]."""
-    check_bool("write_mask", write_mask)
-    shape = tuple(q.shape[:3])
-    if write_mask.ndim == 2:
-        check_token_numbers("write_mask", write_mask, shape[:2], q)
-        return write_mask.unsqueeze(-1).expand(shape)
-    check_token_numbers("write_mask", write_mask, shape, q)
-    return write_mask
-
-
-def check_token_numbers(name: str, x: Tensor, shape: tuple[int, ...], q: Tensor) -> None:
-    """One number for each token, or for each token and head."""
-    if tuple(x.shape) != shape:
-        axes = ", ".join(("B", "T", "heads")[: len(shape)])
-        raise ValueError(f"{name} must be [{axes}] = {shape}, got {tuple(x.shape)}")
-    check_device(name, x, "q", q)
 
 
 def serves(q: Tensor, hidden: int, chunk: int, backend: Backend) -> bool:

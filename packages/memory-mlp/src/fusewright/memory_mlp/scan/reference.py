@@ -49,6 +49,7 @@ def memory_scan_by_token(
     read: str = "after",
     residual_norm: bool = False,
     max_grad_norm: float | None = None,
+    resets: Tensor | None = None,
 ) -> tuple[Tensor, Weights, Weights, Tensor | None, Tensor]:
     """S = eta S - theta G; W = (1 - alpha) W + alpha rest + S, for one token after the other; G is
     the gradient at the weights with which the token's chunk began. Without ``rest``
@@ -57,8 +58,10 @@ def memory_scan_by_token(
     With ``max_grad_norm`` G is scaled down to that norm, and to 0 where its norm is not finite, and
     a chunk after which W or S is not finite leaves both as it found them. After y, W and S the
     result is how many tokens ``[*lead]`` were lost to either, None without it, and the inner loss
-    of each token ``[*lead, T]``.
+    of each token ``[*lead, T]``. Chunks where ``resets [*lead, chunks]`` is True begin with
+    ``weights`` and ``momentum`` again.
     """
+    first = weights, momentum
     if written is not None:
         k, v = (torch.where(written.unsqueeze(-1), x, 0.0) for x in (k, v))
         alpha, eta, theta = (torch.where(written, gate, 0.0) for gate in (alpha, eta, theta))
@@ -69,6 +72,8 @@ def memory_scan_by_token(
     lost = None if max_grad_norm is None else k.new_zeros(k.shape[:-2], dtype=torch.int64)
     for t in range(k.shape[-2]):
         if t % chunk == 0:
+            if resets is not None:
+                weights, momentum = reset_where(resets[..., t // chunk], first, (weights, momentum))
             start, factors = (weights, momentum), []
         row = slice(t, t + 1)
         if read == "before":
@@ -109,6 +114,14 @@ def memory_scan_by_token(
             )
     loss = torch.cat(losses, -1) if losses else k[..., 0]
     return torch.cat(out, -2) if out else q, weights, momentum, lost, loss
+
+
+def reset_where(
+    resets: Tensor, first: tuple[Weights, Weights], last: tuple[Weights, Weights]
+) -> tuple[Weights, Weights]:
+    """Weights and momentum, ``first`` where ``resets [*lead]`` is True, ``last`` elsewhere."""
+    weights, momentum = (kept_where(resets, *pair) for pair in zip(first, last, strict=True))
+    return weights, momentum
 
 
 class Decays(NamedTuple):
@@ -188,11 +201,12 @@ def memory_scan(
     read: str = "after",
     residual_norm: bool = False,
     max_grad_norm: float | None = None,
+    resets: Tensor | None = None,
 ) -> tuple[Tensor, Weights, Weights, Tensor | None, Tensor]:
     """The same by matrix products, one chunk after the other: every G_j is an outer product, so no
     token needs weights of its own.
     """
-    tensors = q, k, v, weights, momentum, (alpha, eta, theta), written, rest
+    tensors = q, k, v, weights, momentum, (alpha, eta, theta), written, rest, resets
     options = chunk, activation, read, residual_norm, max_grad_norm
     y, states, loss, factors, taken = chunk_by_chunk(*tensors, *options)
     if max_grad_norm is None:
@@ -226,6 +240,7 @@ def chunk_by_chunk(
     gates: Sequence[Tensor],
     written: Tensor | None,
     rest: Weights | None,
+    resets: Tensor | None,
     chunk: int,
     activation: str,
     read: str,
@@ -249,12 +264,17 @@ def chunk_by_chunk(
     numbers = [x.reshape(q.shape[:2]) for x in numbers]
     if written is not None:
         k, v = (torch.where(numbers[-1].unsqueeze(-1), x, 0.0) for x in (k, v))
-    out, states = [q[:, :0]], [(weights, momentum)]
+    first = weights, momentum
+    starting = None if resets is None else resets.reshape(len(q), resets.shape[-1])
+    out, states = [q[:, :0]], [first]
     losses = [q[:, :0, 0]]
     factors, taken = [q[:, :0, 0]], [q[:, :0, 0].bool()]
     # Tensors without tokens would split into one part.
     parts = [x.split(chunk, 1) for x in (q, k, v, *numbers)] if q.shape[1] else []
-    for part in zip(*parts, strict=True):
+    for index, part in enumerate(zip(*parts, strict=True)):
+        if starting is not None:
+            weights, momentum = reset_where(starting[:, index], first, (weights, momentum))
+            states[-1] = weights, momentum
         q_part, k_part, v_part = part[:3]
         if max_grad_norm is None:
             decays = decays_of(*part[3:])

@@ -27,6 +27,7 @@ def packed_scan(
     theta: Tensor,
     written: Tensor | None,
     rest: Tensor | None,
+    resets: Tensor | None,
     hidden: int,
     chunk: int,
     activation: str,
@@ -35,14 +36,15 @@ def packed_scan(
     starts: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The scan as its op sees it: q, k, v [B, T, heads, D], gates and ``written`` [B, T, heads],
-    weights and momentum packed [B, heads, 2, SIZE], ``rest`` packed [heads, 1, SIZE].
+    weights and momentum packed [B, heads, 2, SIZE], ``rest`` packed [heads, 1, SIZE], ``resets``
+    [B, chunks].
 
     Returns:
         (y, the packed state after the last token, the states with which the chunks began
         [chunks, B, heads, 2, SIZE], none of them without ``starts``, the inner loss of the tokens
         [B, T, heads]).
     """
-    operands = q, k, v, state, alpha, eta, theta, written, rest
+    operands = q, k, v, state, alpha, eta, theta, written, rest, resets
     options = hidden, chunk, activation, read, residual_norm
     return packed_chunks(*operands, *options, None, starts)[:4]
 
@@ -57,6 +59,7 @@ def packed_clipped_scan(
     theta: Tensor,
     written: Tensor | None,
     rest: Tensor | None,
+    resets: Tensor | None,
     hidden: int,
     chunk: int,
     activation: str,
@@ -72,7 +75,7 @@ def packed_clipped_scan(
         inner loss of the tokens and the factors of their gradients [B, T, heads], which chunks
         were taken [B, chunks, heads]).
     """
-    operands = q, k, v, state, alpha, eta, theta, written, rest
+    operands = q, k, v, state, alpha, eta, theta, written, rest, resets
     options = hidden, chunk, activation, read, residual_norm
     return packed_chunks(*operands, *options, max_grad_norm, starts)
 
@@ -87,6 +90,7 @@ def packed_chunks(
     theta: Tensor,
     written: Tensor | None,
     rest: Tensor | None,
+    resets: Tensor | None,
     hidden: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -94,7 +98,13 @@ def packed_chunks(
     weights, momentum = views(state, hidden, q.shape[-1])
     resting = None if rest is None else unpack_weights(rest, hidden, q.shape[-1])
     halves = weights, momentum, resting
-    return unpacked_chunks(q, k, v, halves, (alpha, eta, theta), written, packed, *options)
+    masks = written, resets
+    return unpacked_chunks(q, k, v, halves, (alpha, eta, theta), masks, packed, *options)
+
+
+def of_heads(resets: Tensor | None, q: Tensor) -> Tensor | None:
+    """``resets [B, chunks]`` for every head of q ``[B, heads, T, D]``."""
+    return None if resets is None else resets.unsqueeze(1).expand(-1, q.shape[1], -1)
 
 
 def packed(weights: Weights, momentum: Weights) -> Tensor:
@@ -112,6 +122,7 @@ def packed_deep_scan(
     theta: Tensor,
     written: Tensor | None,
     rest: Tensor | None,
+    resets: Tensor | None,
     layers: int,
     hidden: int,
     chunk: int,
@@ -127,7 +138,8 @@ def packed_deep_scan(
     weights, momentum = unpack_deep(state, *sizes)
     halves = weights, momentum, None if rest is None else unpack_deep(rest, *sizes)[0]
     gates, options = (alpha, eta, theta), (chunk, activation, read, residual_norm, None, starts)
-    return unpacked_chunks(q, k, v, halves, gates, written, pack_deep, *options)[:4]
+    masks = written, resets
+    return unpacked_chunks(q, k, v, halves, gates, masks, pack_deep, *options)[:4]
 
 
 def unpacked_chunks(
@@ -136,7 +148,7 @@ def unpacked_chunks(
     v: Tensor,
     halves: tuple[Weights, Weights, Weights | None],
     gates: tuple[Tensor, ...],
-    written: Tensor | None,
+    masks: tuple[Tensor | None, Tensor | None],
     pack: Callable[[Weights, Weights], Tensor],
     chunk: int,
     activation: str,
@@ -146,15 +158,17 @@ def unpacked_chunks(
     starts: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The scan with a clip, or without one, of weights, momentum and rest; ``pack`` makes states of
-    the first two.
+    the first two. ``masks`` are which tokens are written and which chunks are reset.
     """
     dtype = q.dtype
     q, k, v = (wide(x).transpose(1, 2) for x in (q, k, v))
+    written, resets = masks
     mask = None if written is None else written.mT
     weights, momentum, rest = halves
     tensors = q, k, v, weights, momentum, [gate.mT for gate in gates], mask, rest
     options = chunk, activation, read, residual_norm, max_grad_norm
-    y, states, loss, factors, taken = chunk_by_chunk(*tensors, *options)
+    found = chunk_by_chunk(*tensors, of_heads(resets, q), *options)
+    y, states, loss, factors, taken = found
     *begins, end = [pack(*each) for each in (states if starts else states[-1:])]
     began = torch.stack(begins) if begins else end.new_empty(0, *end.shape)
     y = y.transpose(1, 2).to(dtype).contiguous()
@@ -174,6 +188,7 @@ def packed_scan_backward(
     theta: Tensor,
     written: Tensor | None,
     rest: Tensor | None,
+    resets: Tensor | None,
     hidden: int,
     chunk: int,
     activation: str,
@@ -184,14 +199,14 @@ def packed_scan_backward(
     """Gradients of (q, k, v, state, alpha, eta, theta, rest), chunk by chunk from the last one,
     each recomputed from the state with which it began; that of ``rest`` has no number without it.
     """
-    operands = q, k, v, state, alpha, eta, theta, written, rest
+    operands = q, k, v, state, alpha, eta, theta, written, rest, resets
     options = hidden, chunk, activation, read, residual_norm, max_grad_norm
     return pulled_back(packed_chunks, dy, dend, operands, options, chunk)
 
 
 def packed_deep_backward(dy: Tensor, dend: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """The same of a memory of three layers or more."""
-    operands, options = arguments[:9], arguments[9:]
+    operands, options = arguments[:10], arguments[10:]
     return pulled_back(packed_deep_scan, dy, dend, operands, options, options[2])
 
 
@@ -207,16 +222,17 @@ def pulled_back(
     *options, starts)`` is y, the last state and, with ``starts``, those with which the chunks
     began.
     """
-    q, k, v, state, alpha, eta, theta, written, rest = operands
+    q, k, v, state, alpha, eta, theta, written, rest, resets = operands
     states = scan(*operands, *options, True)[2]
     drest = state.new_zeros(0) if rest is None else torch.zeros_like(rest)
+    dfirst = torch.zeros_like(state)
     rows: list[tuple[Tensor, ...]] = []
     for index in reversed(range(len(states))):
         part = slice(index * chunk, (index + 1) * chunk)
         mask = None if written is None else written[:, part]
 
         def step(q, k, v, state, alpha, eta, theta, *resting, mask=mask):
-            tensors = q, k, v, state, alpha, eta, theta, mask, *(resting or (None,))
+            tensors = q, k, v, state, alpha, eta, theta, mask, *(resting or (None,)), None
             return scan(*tensors, *options, False)[:2]
 
         pullback = torch.func.vjp(
@@ -229,6 +245,11 @@ def pulled_back(
         dq, dk, dv, dend, dalpha, deta, dtheta, *more = pullback((wide(dy[:, part]), dend))
         rows.append((dq, dk, dv, dalpha, deta, dtheta))
         drest = drest + more[0] if more else drest
+        if resets is not None:
+            # To the state of the row, and not to what the chunk before leaves.
+            reset = resets[:, index].view(-1, 1, 1, 1)
+            dfirst = dfirst + torch.where(reset, dend, 0.0)
+            dend = torch.where(reset, 0.0, dend)
     if not rows:
         return (
             *(torch.zeros_like(x) for x in (q, k, v)),
@@ -237,4 +258,4 @@ def pulled_back(
             drest,
         )
     dq, dk, dv, *dgates = (torch.cat(parts[::-1], 1) for parts in zip(*rows, strict=True))
-    return *(x.to(q.dtype) for x in (dq, dk, dv)), dend, *dgates, drest
+    return *(x.to(q.dtype) for x in (dq, dk, dv)), dend + dfirst, *dgates, drest

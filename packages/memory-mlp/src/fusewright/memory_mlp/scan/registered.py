@@ -1,7 +1,7 @@
 """What the ops of all scans have in common: operands, fakes and derivatives.
 
-Operands are q, k, v and the packed state, the three gates, which tokens are written and the packed
-rest, both or None; options follow.
+Operands are q, k, v and the packed state, the three gates, which tokens are written, the packed
+rest and which chunks begin with the state again, each of the last three or None; options follow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .._core.registration import Derivative, Op
 Tensor = torch.Tensor
 
 ROWS = "Tensor q, Tensor k, Tensor v, Tensor state"
-GATES = "Tensor alpha, Tensor eta, Tensor theta, Tensor? written, Tensor? rest"
+GATES = "Tensor alpha, Tensor eta, Tensor theta, Tensor? written, Tensor? rest, Tensor? resets"
 GRADIENTS = (
     "(Tensor dq, Tensor dk, Tensor dv, Tensor dstate, Tensor dalpha, Tensor deta, Tensor dtheta,"
     " Tensor drest)"
@@ -43,9 +43,10 @@ def derive_scan(forward: Op, backward: Op) -> None:
     @forward.derivative
     class Scan(Derivative):
         @staticmethod
-        def forward(ctx, run, q, k, v, state, alpha, eta, theta, written, rest, *options):
-            y, end, states, loss = run(q, k, v, state, alpha, eta, theta, written, rest, *options)
-            ctx.save_for_backward(q, k, v, state, states, alpha, eta, theta, written, rest)
+        def forward(ctx, run, q, k, v, state, alpha, eta, theta, written, rest, resets, *options):
+            gates = alpha, eta, theta, written, rest, resets
+            y, end, states, loss = run(q, k, v, state, *gates, *options)
+            ctx.save_for_backward(q, k, v, state, states, *gates)
             ctx.options = options
             ctx.set_materialize_grads(False)
             ctx.mark_non_differentiable(loss)
@@ -64,13 +65,14 @@ def operand_gradients(
     ctx: Any, backward: Op, dy: Tensor | None, dend: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """What the derivative of a scan returns for its arguments: the function that computes it, the
-    operands, the options. Saved are q, k, v and the state first, rest last.
+    operands, the options. Saved are q, k, v and the state first, rest and resets last.
     """
-    saved = q, _, _, state, *_, rest = ctx.saved_tensors
+    saved = q, _, _, state, *_, rest, _ = ctx.saved_tensors
     if dy is None and dend is None:
         grads, drest = [None] * 7, None
     else:
         dy = torch.zeros_like(q) if dy is None else dy
         dend = torch.zeros_like(state) if dend is None else dend
         *grads, drest = backward(dy, dend, *saved, *ctx.options)
-    return None, *grads, None, None if rest is None else drest, *(None for _ in ctx.options)
+    drest = None if rest is None else drest
+    return None, *grads, None, drest, None, *(None for _ in ctx.options)

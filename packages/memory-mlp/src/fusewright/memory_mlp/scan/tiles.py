@@ -40,6 +40,12 @@ def chunk_of_program(first_chunk, chunks, tokens, heads, CONFIG: tl.constexpr):
 
 
 @triton.jit
+def is_reset(resets_ptr, batch, chunk, tokens, CONFIG: tl.constexpr):
+    """Whether a chunk begins with the memory with which its row did: ``resets`` is [B, chunks]."""
+    return tl.load(resets_ptr + batch * tl.cdiv(tokens, CONFIG.C) + chunk) != 0
+
+
+@triton.jit
 def load_memory(memory, block, CONFIG: tl.constexpr):
     """One block of a memory: (w1^T [BLOCK_D, BLOCK_H], b1, w2 [BLOCK_D, BLOCK_H], b2)."""
     return (

@@ -131,7 +131,7 @@ MUTATIONS = (
     Mutation(
         "NeuralMemory's state not detached",
         "memory-mlp",
-        "packages/memory-mlp/src/fusewright/memory_mlp/layer/neural_memory.py",
+        "packages/memory-mlp/src/fusewright/memory_mlp/layer/writing.py",
         '        if self.outer_grad != "full":\n            state = detached(state)\n',
         "",
         "test_detached_state_cuts_calls_and_no_more",

@@ -20,28 +20,20 @@ from torch import Tensor, nn
 
 from .._core.backends import Backend
 from .._core.checks import check_option, checked_count
-from .._core.precision import wide_dtype
+from .._core.documents import check_documents, layout_of
 from ..common.checks import checked_positive
-from ..common.weights import MemoryWeights, Weights
+from ..common.weights import Weights
 from ..inputs.gates import Gates
-from ..inputs.memory_input import memory_input
 from ..inputs.projections import KEY_NORMS, KeyNorm, Projections
-from ..inputs.tokens import counted_tokens, finite_tokens, gated_tokens, kept_tokens
-from .checks import (
-    check_mask,
-    check_rules,
-    check_state,
-    check_tokens,
-    checked_head_dim,
-    checked_starts,
-)
+from ..inputs.tokens import finite_tokens, kept_tokens
+from .checks import check_mask, check_rules, check_tokens, checked_head_dim, checked_starts
+from .documents import check_independent, check_resets, in_rows
 from .memory_state import (
     MemoryState,
     MemoryStats,
     Reads,
     detached,
     fresh_state,
-    stats_of,
     with_rows_reset,
 )
 from .steps import (
@@ -53,15 +45,14 @@ from .steps import (
     Rules,
     Scope,
     read,
-    run_steps,
     weights_at_end,
 )
+from .writing import OuterGrad, WritingMemory
 
-OuterGrad = Literal["full", "detach_state", "none"]
 OUTER_GRADS = ("full", "detach_state", "none")
 
 
-class NeuralMemory(nn.Module):
+class NeuralMemory(WritingMemory):
     """A memory that learns keys and values of a sequence while it is read, as a layer.
 
     A pure function of its arguments and parameters: the memory is a state that is passed in and
@@ -251,6 +242,8 @@ class NeuralMemory(nn.Module):
         *,
         queries: Tensor | None = None,
         mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        resets: Tensor | None = None,
     ) -> tuple[Tensor, MemoryState, MemoryStats]:
         """Write x and read on the way.
 
@@ -259,7 +252,16 @@ class NeuralMemory(nn.Module):
             state: of an earlier call; None for a new sequence.
             queries: ``[B, T, dim]``, for which the memory is read; x where left out.
             mask: ``[B, T]`` bool, False for padding: such a token is not written, is a zero to the
-                convolution and to its output.
+                convolution and to its output, and may be NaN. Before the first token of a new
+                sequence or of a document it does not count among a chunk's; elsewhere it does.
+            cu_seqlens: ``[N + 1]``, int32 or int64, where documents begin and end in the only row,
+                or ``[B, N + 1]`` in each row, from 0 to T; some may be empty. Each has the outputs
+                and gradients that it has alone; tokens of none are padding. Read on the device
+                alone. The memory is called for T + N (chunk - 1) tokens, each document in whole
+                chunks of its own.
+            resets: ``[B, T / chunk]`` bool, in place of cu_seqlens for tokens that lie in whole
+                chunks: with which of these a document begins. What fills a document's last chunk
+                is masked.
 
         A token that is not finite, or whose sum, key, value or gates are not, is not written in
         those heads and counted in ``skipped``; its output is NaN. Other rows are not affected, nor
@@ -271,17 +273,24 @@ class NeuralMemory(nn.Module):
         the state as it was; both once their chunk is complete. Without ``max_grad_norm`` neither is
         noticed.
 
+        With cu_seqlens or resets the state is that of each row's last document, whose chunk has
+        ended: what follows begins with another. ``position`` counts its tokens, ``skipped`` those
+        of all; a pooled step's ``loss`` is that of each chunk as documents take them. They are for
+        "token" and "chunk", for memories of one row each, and for calls without a state.
+
         Returns:
             (y ``[B, T, dim]``, in x's dtype or autocast's, without gate and residual; the new
             state; the stats).
 
         Raises:
-            TypeError: a tensor is not floating point or not strided, or a mask not bool.
-            ValueError: a shape, device or, outside autocast, dtype does not fit, or the state is
-                that of another kind of memory.
+            TypeError: a tensor is not floating point or not strided, a mask or resets not bool, or
+                cu_seqlens no integers.
+            ValueError: a shape, device or, outside autocast, dtype does not fit, the state is that
+                of another kind of memory, or there are documents where they are not served.
             RuntimeError: the backend is "triton" and the kernels cannot serve this call.
         """
-        reads, state, stats = self.advance(x, state, queries=queries, mask=mask)
+        options = {"queries": queries, "mask": mask, "cu_seqlens": cu_seqlens, "resets": resets}
+        reads, state, stats = self.advance(x, state, **options)
         return self.outputs(reads), state, stats
 
     def advance(
@@ -291,52 +300,29 @@ class NeuralMemory(nn.Module):
         *,
         queries: Tensor | None = None,
         mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        resets: Tensor | None = None,
     ) -> tuple[Reads, MemoryState, MemoryStats]:
         """:meth:`forward` up to the output, on which no later token depends: of calls that follow
         one another :meth:`outputs` can compute it at once.
         """
-        check_tokens("x", x, self.output.weight, (None, None), self.dim)
-        batch, length, _ = x.shape
-        if queries is not None:
-            check_tokens("queries", queries, self.output.weight, (batch, length), self.dim)
-        if mask is not None:
-            check_mask("mask", mask, (batch, length), x.device)
-        if state is None:
-            state = self.init_state(batch)
-        else:
-            self.check_own(state, batch)
-        backend = self.rules.backend
-        gates = self.gates.linear
-        x, present, logits = gated_tokens(x, gates.weight, gates.bias, mask, backend=backend)
-        fine = None
-        if queries is not None:
-            queries, fine = finite_tokens(queries, present, backend=backend)
-        q, writes, history = memory_input(
-            self.projections(x, queries),
-            state.convolution,
-            self.projections.taps,
-            logits,
-            present,
-            heads=self.heads,
-            key_norm=self.projections.key_norm,
-            largest=self.gates.largest,
-            theta=self.gates.constant_theta,
-            backend=backend,
-        )
-        rest = self.rest()
-        if self.outer_grad == "none":
-            state, writes = detached(state), writes.map(Tensor.detach)
-        memory = Memory(state.weights, state.momentum, rest)
-        steps = run_steps(self.rules, q, writes, memory, state.tail)
-        kept = writes.written if fine is None else writes.written & fine.unsqueeze(-1)
-        # Masked tokens are not written, and not counted as skipped.
-        skipped, *counters = counted_tokens(
-            writes, state.skipped, state.position, mask, steps.skipped, backend=backend
-        )
-        state = MemoryState(steps.weights, steps.momentum, steps.tail, history, *counters)
-        if self.outer_grad != "full":
-            state = detached(state)
-        return Reads(steps.y.flatten(2), kept, mask), state, stats_of(writes, skipped, steps.loss)
+        self.check_call(x, state, queries, mask)
+        if cu_seqlens is not None or resets is not None:
+            check_independent(self.rules, state)
+            if cu_seqlens is not None and resets is not None:
+                raise ValueError("one of cu_seqlens and resets must be given, got both")
+        if resets is not None:
+            check_resets(resets, x, self.rules.chunk)
+        if cu_seqlens is None:
+            return self.write(x, state, queries, mask, resets)
+        check_documents(cu_seqlens, x)
+        rows, tokens, _ = x.shape
+        layout = layout_of(rows, tokens, self.rules.chunk, cu_seqlens=cu_seqlens, mask=mask)
+        x, queries = layout.laid_out(x), None if queries is None else layout.laid_out(queries)
+        reads, state, stats = self.write(x, None, queries, layout.filled, layout.begins)
+        by_token = self.rules.granularity == "token"
+        reads, stats = in_rows(layout, reads, stats, by_token=by_token)
+        return reads, state, stats
 
     def outputs(self, reads: Reads) -> Tensor:
         """``[B, T, dim]``: W_o of the reads; NaN where they are not kept, 0 where masked.
@@ -389,28 +375,6 @@ class NeuralMemory(nn.Module):
         ``weights`` of a state; nothing is written, and ``output`` does not follow.
         """
         return read(self.rules, q, weights)
-
-    def rest(self) -> Weights | None:
-        """What the memory forgets towards, ``[heads, ...]``; None for zero."""
-        if self.rules.forget == "zero":
-            return None
-        own = [x.to(wide_dtype(x)) for x in self.initial.values()]
-        if self.outer_grad == "none":
-            own = [x.detach() for x in own]
-        return MemoryWeights(*own) if len(own) == 4 else tuple(own)
-
-    def check_own(self, state: MemoryState, batch: int) -> None:
-        """The state must be of a memory like this one and have ``batch`` rows."""
-        rows = 1 if self.rules.scope == "batch_pooled" else batch
-        half = [(rows, *x.shape) for x in self.initial.values()]
-        width = self.heads * self.head_dim
-        others = {
-            "convolution": (batch, self.projections.reach, 3 * width),
-            "tail.k": (batch, None, self.heads, self.head_dim),
-            "position": (batch,),
-        }
-        chunk = 1 if self.rules.granularity == "segment" else self.rules.chunk
-        check_state(state, half, others, chunk, self.output.weight.device)
 
     def extra_repr(self) -> str:
         sizes = f"{self.dim}, heads={self.heads}, head_dim={self.head_dim}, hidden={self.hidden}"

@@ -14,6 +14,7 @@ from ..inputs.memory_input import Writes
 from ..read.memory_read import deep_memory_read, fits, memory_read
 from ..scan.deep_scan import deep_memory_scan
 from ..scan.memory_scan import memory_scan
+from ..scan.reference_clip import kept_where
 from ..update.memory_update import deep_memory_update, memory_update
 
 Tensor = torch.Tensor
@@ -76,20 +77,29 @@ class StepResult(NamedTuple):
     loss: Tensor
 
 
-def run_steps(rules: Rules, q: Tensor, writes: Writes, memory: Memory, tail: Writes) -> StepResult:
-    """Write T tokens after those of the tail and read q ``[B, T, heads, D]`` on the way."""
+def run_steps(
+    rules: Rules,
+    q: Tensor,
+    writes: Writes,
+    memory: Memory,
+    tail: Writes,
+    resets: Tensor | None = None,
+) -> StepResult:
+    """Write T tokens after those of the tail and read q ``[B, T, heads, D]`` on the way. Of whole
+    chunks without a tail, those that ``resets [B, chunks]`` names begin with ``memory`` again.
+    """
     steps = token_steps if rules.granularity == "token" else pooled_steps
-    return steps(rules, q, writes, memory, tail)
+    return steps(rules, q, writes, memory, tail, resets)
 
 
 def token_steps(
-    rules: Rules, q: Tensor, writes: Writes, memory: Memory, tail: Writes
+    rules: Rules, q: Tensor, writes: Writes, memory: Memory, tail: Writes, resets: Tensor | None
 ) -> StepResult:
     """Every token changes the memory; the tail is written again, for its chunk began before it."""
     known = tail.length
     if not known and writes.length and writes.length % rules.chunk == 0:
         # Whole chunks alone. A view of all tokens is a node of autograd too: twelve of them here.
-        y, weights, momentum, lost, loss = scan(rules, q, writes, memory)
+        y, weights, momentum, lost, loss = scan(rules, q, writes, memory, resets)
         return StepResult(y, weights, momentum, tail, lost, loss)
     if known:
         q = F.pad(q, (0, 0, 0, 0, known, 0))
@@ -118,7 +128,7 @@ def token_steps(
 
 
 def scan(
-    rules: Rules, q: Tensor, writes: Writes, memory: Memory
+    rules: Rules, q: Tensor, writes: Writes, memory: Memory, resets: Tensor | None = None
 ) -> tuple[Tensor, Weights, Weights, Tensor | None, Tensor]:
     """Write and read token by token, from the start of a chunk; last, how many tokens were lost,
     and the inner loss of each.
@@ -141,18 +151,18 @@ def scan(
     if isinstance(weights, MemoryWeights) and isinstance(momentum, MemoryWeights):
         resting = rest if isinstance(rest, MemoryWeights) else None
         options |= {"backend": rules.backend}
-        found = memory_scan(*rows, weights, momentum, *gates, resting, **options)
+        found = memory_scan(*rows, weights, momentum, *gates, resting, resets, **options)
     else:
         # One layer is plain torch.
         options |= {"backend": rules.backend if rules.layers > 2 else "reference"}
-        found = deep_memory_scan(*rows, weights, momentum, *gates, rest, **options)
+        found = deep_memory_scan(*rows, weights, momentum, *gates, rest, resets, **options)
     y, weights, momentum, skipped, loss = found
     loss = loss if rules.reduction == "sum" else loss / q.shape[-1]
     return y, weights, momentum, skipped, loss
 
 
 def pooled_steps(
-    rules: Rules, q: Tensor, writes: Writes, memory: Memory, tail: Writes
+    rules: Rules, q: Tensor, writes: Writes, memory: Memory, tail: Writes, resets: Tensor | None
 ) -> StepResult:
     """One step for every chunk that is complete, or for the call; queries read the memory as it was
     at the start of their chunk.
@@ -163,8 +173,14 @@ def pooled_steps(
     closed = joined.length // size * size
     out, losses = [], []
     skipped = None
+    first = memory
     for start in range(0, joined.length, size):
         stop = min(start + size, joined.length)
+        if resets is not None:
+            reset = resets[:, start // size].unsqueeze(1)
+            weights = kept_where(reset, first.weights, memory.weights)
+            momentum = kept_where(reset, first.momentum, memory.momentum)
+            memory = Memory(weights, momentum, memory.rest)
         out.append(read(rules, q[:, max(start - known, 0) : stop - known], memory.weights))
         if stop <= closed:
             part = joined.part(start, stop)
@@ -230,11 +246,8 @@ def pooled_step(
     # Where no token is written, momentum does not change the memory either.
     some = count > 0
 
-    def stepped(new: Weights, old: Weights) -> Weights:
-        return mapped(lambda x, y: torch.where(over(some, x), x, y), new, old)
-
     lost = torch.where(update.skipped, tokens, 0)
-    new = stepped(new_weights, weights), stepped(update.momentum, momentum)
+    new = kept_where(some, new_weights, weights), kept_where(some, update.momentum, momentum)
     return *new, lost, update.loss.detach()
 
 

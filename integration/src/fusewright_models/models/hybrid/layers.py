@@ -13,8 +13,8 @@ from fusewright.reversible import Tape
 from torch import Tensor, nn
 
 from ..checkpointing import recomputed
+from ..documents import Documents
 from .config import HybridConfig
-from .documents import Documents
 from .streams import StreamMixer
 
 NORM_EPS = 1e-6

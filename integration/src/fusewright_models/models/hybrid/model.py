@@ -30,11 +30,11 @@ from fusewright.reversible import MidpointStack, Passed
 from torch import Tensor, nn
 
 from ..checks import check_backend, check_synchronised, check_targets, check_tokens
+from ..documents import IGNORED, Documents, checked_documents
 from ..parts import Relay, check_parts
 from ..published import Published
 from .byte_embedding import ByteEmbedding
 from .config import HybridConfig
-from .documents import IGNORED, Documents, checked_documents
 from .layers import NORM_EPS, Caches, HybridLayer, Observer, drawn
 from .relayed import RelayedCaches
 from .streams import replicated

@@ -109,6 +109,15 @@ class TitanMACConfig:
         return self.variant != "lmm"
 
     @property
+    def document_unit(self) -> int:
+        """Tokens of which documents that lie in one row take whole ones: of a segment in "mac",
+        else of a chunk of the memory.
+        """
+        if self.variant == "mac" or (self.memory and self.memory_rule == "origin"):
+            return self.segment
+        return self.memory_chunk if self.memory else 1
+
+    @property
     def hidden_width(self) -> int:
         """F, whether given or not."""
         if self.feed_forward_width is not None:

@@ -13,7 +13,9 @@ from fusewright.memory_mlp import MemoryState, NeuralMemory, Reads
 from fusewright.norm import RMSNorm, add_rms_norm
 from torch import Tensor, nn
 
+from ..._core.documents import rows_before
 from .config import TitanMACConfig
+from .packed import Packed
 from .rotation import Rotation
 
 # One step for a segment, as the code has it in which TitanMAC was first published. Its memory was
@@ -97,15 +99,19 @@ class Attention(nn.Module):
                 prefix = torch.cat([shared, past], 1)
         return rotation.of(own, beside=beside, prefix=prefix, backend=self.backend)
 
-    def forward(self, q: Tensor, rows: Tensor, window: int, every: int = 1) -> Tensor:
+    def forward(
+        self, q: Tensor, rows: Tensor, window: int, every: int = 1, packed: Packed | None = None
+    ) -> Tensor:
         """Outputs of queries ``[B, n, H, D]``: ``[B, n, d]``.
 
         The last rows are theirs, ``every`` for each. A query sees them, the persistent rows, which
-        are the first, and as many before its last as make ``window`` with it. All rows are keys and
-        values ``[B, .., 2, H, D]``.
+        are the first, and as many before its last as make ``window`` with it, of its own document
+        if they are ``packed``. All rows are keys and values ``[B, .., 2, H, D]``.
         """
         k, v = rows.unbind(2)
         options: dict[str, Any] = {"every": every, "backend": self.backend}
+        if packed is not None:
+            options |= packed.for_attention
         return sliding_window_attention(q, k, v, window, self.prefix, **options).flatten(-2)
 
 
@@ -152,10 +158,15 @@ class MemoryLayer(nn.Module):
         return LayerState(memory=first_state(self.memory, batch))
 
     def forward(
-        self, n: Tensor, rotation: Rotation | None, state: LayerState, position: int
+        self,
+        n: Tensor,
+        rotation: Rotation | None,
+        state: LayerState,
+        position: int,
+        packed: Packed | None = None,
     ) -> tuple[Tensor, LayerState]:
         """``n [B, T, d]``, the tokens from ``position`` on, to what the stream gets of them."""
-        read, memory, _ = self.memory(n, state.memory)
+        read, memory = read_and_learned(self.memory, n, state, packed)
         return read, state._replace(memory=memory)
 
 
@@ -184,16 +195,21 @@ class WindowAttention(AttentionLayer):
     """Attention over a window of the sequence; gated, the memory learns and reads n beside it."""
 
     def forward(
-        self, n: Tensor, rotation: Rotation, state: LayerState, position: int
+        self,
+        n: Tensor,
+        rotation: Rotation,
+        state: LayerState,
+        position: int,
+        packed: Packed | None = None,
     ) -> tuple[Tensor, LayerState]:
         """``n [B, T, d]``, the tokens from ``position`` on, to what the stream gets of them."""
         attention = self.attention
         own, persistent = attention.keys_values(n), attention.persistent_rows()
         rows = attention.rows(rotation, own, None, persistent, state.seen)
-        y = attention(attention.queries(n, rotation), rows, self.segment)
+        y = attention(attention.queries(n, rotation), rows, self.segment, packed=packed)
         state = state.seeing(rows[:, attention.prefix :], self.segment - 1)
         if self.memory is not None and self.gate is not None:
-            read, memory, _ = self.memory(n, state.memory)
+            read, memory = read_and_learned(self.memory, n, state, packed)
             y, state = self.gate(y, read), state._replace(memory=memory)
         return self.output(y), state
 
@@ -217,7 +233,12 @@ class SegmentAttention(AttentionLayer):
         return state._replace(earlier=state.memory, normed=self.output.weight.new_zeros(shape))
 
     def forward(
-        self, n: Tensor, rotation: Rotation, state: LayerState, position: int
+        self,
+        n: Tensor,
+        rotation: Rotation,
+        state: LayerState,
+        position: int,
+        packed: Packed | None = None,
     ) -> tuple[Tensor, LayerState]:
         """``n [B, T, d]``, the tokens from ``position`` on, to what the stream gets of them.
 
@@ -235,10 +256,17 @@ class SegmentAttention(AttentionLayer):
         if self.memory is not None:
             projections = self.memory.projections
             before = cast(Tensor, state.normed).to(n.dtype)
-            queries = projections.queries_of(n, before).split(sizes, 1)
+            queries = self._queries(n, before, packed).split(sizes, 1)
             state = state._replace(normed=last(before, n, projections.reach))
         mixed, reads = [], []
         for token, q, part, turn, query in zip(own, asking, parts, turns, queries, strict=True):
+            masks: dict[str, Any] = {}
+            if packed is not None and self.memory is not None:
+                # A document begins with a segment.
+                number, end = position // self.segment, position + part.shape[1]
+                memory = begun_again(self.memory, state, packed.layout.begins[:, number])
+                state = state._replace(memory=memory, earlier=memory)
+                masks["mask"] = packed.layout.filled[:, position:end]
             position += part.shape[1]
             recalled, beside, every = None, None, 1
             if query is not None:
@@ -250,7 +278,7 @@ class SegmentAttention(AttentionLayer):
             y = attention(q, rows, window, every)
             if self.memory is not None and recalled is not None:
                 y = y + recalled
-                read, memory, _ = self.memory.advance(y + token, state.memory)
+                read, memory, _ = self.memory.advance(y + token, state.memory, **masks)
                 state = state._replace(memory=memory)
                 reads.append(read)
             state = state.seeing(rows[:, attention.prefix :], window)
@@ -263,6 +291,17 @@ class SegmentAttention(AttentionLayer):
         if self.memory is not None and self.gate is not None:
             y = self.gate(y, self.memory.outputs(Reads.joined(reads)))
         return self.output(y), state
+
+    def _queries(self, n: Tensor, before: Tensor, packed: Packed | None) -> Tensor:
+        """Of ``n [B, T, d]`` what the memory is asked, ``[B, T, heads, D]``; the convolution sees
+        the rows ``before``, or those of its own document.
+        """
+        projections = cast(NeuralMemory, self.memory).projections
+        if packed is None:
+            return projections.queries_of(n, before)
+        segments = n.unflatten(1, (-1, self.segment)).flatten(0, 1)
+        before = rows_before(n, packed.layout.begins, projections.reach).flatten(0, 1)
+        return projections.queries_of(segments, before).unflatten(0, (len(n), -1)).flatten(1, 2)
 
     def _recalled(self, queries: Tensor, state: LayerState) -> Tensor:
         """h ``[B, n, d]``, what the memory of earlier segments says to a segment's queries."""
@@ -296,15 +335,16 @@ class Block(nn.Module):
         rotation: Rotation | None,
         state: tuple[LayerState, ...] | None,
         position: int,
+        packed: Packed | None = None,
     ) -> tuple[Tensor, tuple[LayerState, ...]]:
         """``x [B, T, d]``, the tokens from ``position`` on, to the same; T at least 1. Without a
-        state they are the first.
+        state they are the first; those of several documents may be ``packed``.
         """
         state = self.init_state(len(x)) if state is None else state
         first, *later = cast(list[RMSNorm], self.norms)
         n, after = first(x), []
         for layer, before, norm in zip(self.layers, state, later, strict=True):
-            added, carried = layer(n, rotation, before, position)
+            added, carried = layer(n, rotation, before, position, packed)
             n, x = add_rms_norm(x, added, norm.weight, eps=norm.eps, backend=self.backend)
             after.append(carried)
         return x + self.feed_forward(n), tuple(after)
@@ -318,6 +358,23 @@ class Block(nn.Module):
         """The state before the first token."""
         layers = cast(list[MemoryLayer | AttentionLayer], self.layers)
         return tuple(layer.init_state(batch) for layer in layers)
+
+
+def read_and_learned(
+    memory: NeuralMemory, n: Tensor, state: LayerState, packed: Packed | None
+) -> tuple[Tensor, MemoryState]:
+    """What a memory says of ``n [B, T, d]``, which it learns on the way, and its state behind."""
+    if packed is None:
+        read, after, _ = memory(n, state.memory)
+    else:
+        read, after, _ = memory(n, **packed.for_memory)
+    return read, after
+
+
+def begun_again(memory: NeuralMemory, state: LayerState, rows: Tensor) -> MemoryState:
+    """The memory's state, at its beginning in the rows that ``rows [B]`` names."""
+    begun = memory.reset(cast(MemoryState, state.memory), rows)
+    return memory.detach_state(begun) if memory.outer_grad == "none" else begun
 
 
 def detached(state: LayerState, memory: NeuralMemory) -> LayerState:

@@ -55,10 +55,12 @@ from ..checks import (
     check_targets,
     check_tokens,
 )
+from ..documents import IGNORED, checked_documents
 from ..parts import Relay, check_parts
 from ..published import Published
 from .config import TitanMACConfig
 from .layers import Attention, Block, LayerState
+from .packed import Packed
 from .rotation import Rotation
 
 if TYPE_CHECKING:
@@ -158,7 +160,25 @@ class TitanMAC(nn.Module, Published):
         *,
         targets: Tensor,
         group: ProcessGroup | None = None,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        room: int | None = None,
     ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        cu_seqlens: Tensor,
+        mask: Tensor | None = None,
+        room: int | None = None,
+    ) -> tuple[Tensor, None]: ...
+
+    @overload
+    def forward(
+        self, tokens: Tensor, *, mask: Tensor, room: int | None = None
+    ) -> tuple[Tensor, None]: ...
 
     def forward(
         self,
@@ -167,7 +187,10 @@ class TitanMAC(nn.Module, Published):
         *,
         targets: Tensor | None = None,
         group: ProcessGroup | None = None,
-    ) -> tuple[Tensor, TitanMACState] | Tensor:
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        room: int | None = None,
+    ) -> tuple[Tensor, TitanMACState | None] | Tensor:
         """What the model makes of each token and those before it; the loss, where targets are
         given.
 
@@ -180,18 +203,29 @@ class TitanMAC(nn.Module, Published):
             group: the processes that share the tokens of each row: each gives its part of them,
                 in their order, of any length, 0 too, and has hidden rows, state and loss of that.
                 States go from each process to the next one, block after block. No gradients.
+            cu_seqlens: ``[N + 1]``, where documents begin and end in the only row, or ``[B, N +
+                1]`` in each row, from 0 to T; some may be empty. Each is read as it is alone, from
+                position 0 and the first memory on; tokens of none are padding. What follows a
+                document's last token is predicted if targets say so.
+            mask: ``[B, T]``, bool, False for padding before or behind the tokens of a row or
+                document, whose targets are -100.
+            room: places that a row's documents take at most, each in whole units of
+                ``config.document_unit``, of which it is a multiple: the model reads as many.
+                Tokens beyond are padding. None: as many as any N documents take, T + N (unit - 1).
 
         Returns:
             ``hidden [B, T, d]``, normed, in the compute dtype, and the state after the last token.
             Reading a sequence in pieces, down to one token at a time, gives what reading it whole
-            gives. Gradients go through the state; ``detach_state`` ends them. With targets, their
+            gives. Gradients go through the state; ``detach_state`` ends them. With cu_seqlens or a
+            mask there is no state, but None, and hidden rows of padding are 0. With targets, their
             mean cross entropy in nats, a scalar in fp32 (fp64 for a model in fp64); the logits are
             never all in memory.
 
         Raises:
-            TypeError: tokens are no tensor of integers, or state is none of a TitanMAC.
+            TypeError: tokens or cu_seqlens are no tensor of integers, mask none of bool, or state
+                is none of a TitanMAC.
             ValueError: a shape or device is not as above, the state is of another batch or
-                model, or there is one beside a group.
+                model, there is one beside a group, or either beside cu_seqlens or a mask.
             RuntimeError: autograd is on, or parameters are sharded, beside a group.
         """
         self._check(tokens, state)
@@ -205,16 +239,27 @@ class TitanMAC(nn.Module, Published):
                     f"of {state.position} tokens"
                 )
         relay = None if group is None else Relay(group, tokens.device)
-        hidden, after = self._read(tokens, state, relay)
+        packed = None
+        documents = checked_documents(tokens, cu_seqlens, mask, by_row=True)
+        if documents is not None:
+            self._check_documents(state, group, room)
+            packed = Packed.of(documents, tokens, self.config.document_unit, room)
+            tokens = packed.layout.laid_out(tokens)
+            targets = None if targets is None else packed.layout.laid_out(targets, IGNORED)
+        hidden, after = self._read(tokens, state, relay, packed)
         if relay is not None:
             relay.finish()
         if targets is None:
-            return hidden, after
+            return (hidden, after) if packed is None else (packed.layout.in_rows(hidden), None)
         head = self.embedding.weight
         return linear_cross_entropy(hidden, head, targets.long(), backend=self.backend)
 
     def _read(
-        self, tokens: Tensor, state: TitanMACState | None, relay: Relay | None
+        self,
+        tokens: Tensor,
+        state: TitanMACState | None,
+        relay: Relay | None,
+        packed: Packed | None,
     ) -> tuple[Tensor, TitanMACState]:
         x = self.embedding(tokens)
         x = x.to(autocast_dtype(x.device) or x.dtype)
@@ -224,12 +269,12 @@ class TitanMAC(nn.Module, Published):
             relay.give(position + tokens.shape[1])
         # A block makes its first state by itself, where FSDP has gathered its parameters.
         states = [None] * len(self.blocks) if state is None else state.blocks
-        rotation = self._rotation(position, tokens.shape[1], x)
+        rotation = self._rotation(position, x, packed)
         after = []
         for block, before in zip(cast(list[Block], self.blocks), states, strict=True):
             carried = before if relay is None else relay.take()
             if tokens.numel():
-                x, carried = self._run(block, x, rotation, carried, position)
+                x, carried = self._run(block, x, rotation, carried, position, packed)
             elif carried is None:
                 carried = block.init_state(len(tokens))
             if relay is not None:
@@ -249,6 +294,9 @@ class TitanMAC(nn.Module, Published):
         *,
         targets: Tensor | None = None,
         group: ProcessGroup | None = None,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        room: int | None = None,
     ) -> Tensor:
         """Mean cross entropy in nats per token of ``tokens[:, 1:]`` given those before each.
 
@@ -257,6 +305,10 @@ class TitanMAC(nn.Module, Published):
             state: as in ``forward``, of the tokens before the first.
             targets: ``[B, T]``, as in ``forward``, in place of ``tokens[:, 1:]``.
             group: as in ``forward``; tokens are this process's part and the one after it.
+            cu_seqlens: as in ``forward``, from 0 to T + 1: each token is predicted from those of
+                its own document, and the first of a document from none.
+            mask: ``[B, T + 1]``, as in ``forward``; padding is not predicted.
+            room: as in ``forward``; the last token of a document is not read.
 
         Returns:
             What ``forward`` returns of ``tokens[:, :-1]`` and the targets.
@@ -271,7 +323,13 @@ class TitanMAC(nn.Module, Published):
         if tokens.shape[1] < 1:
             raise ValueError(f"wanted tokens [B, T + 1], at least one; got {list(tokens.shape)}")
         targets = tokens[:, 1:].long() if targets is None else targets
-        return self(tokens[:, :-1], state, targets=targets, group=group)
+        options: dict[str, Any] = {"group": group, "room": room}
+        documents = checked_documents(tokens, cu_seqlens, mask, by_row=True)
+        if documents is not None:
+            check_targets(targets, tokens[:, :-1])
+            documents, targets = documents.less_last(tokens, targets)
+            options |= documents.options
+        return self(tokens[:, :-1], state, targets=targets, **options)
 
     def init_state(self, batch: int) -> TitanMACState:
         """The state before the first token of ``batch`` sequences."""
@@ -287,15 +345,31 @@ class TitanMAC(nn.Module, Published):
     def _run(self, block: nn.Module, *arguments: Any) -> tuple[Tensor, tuple[LayerState, ...]]:
         return recomputed("block" if self.config.checkpointing else "none", block, *arguments)
 
-    def _rotation(self, position: int, length: int, x: Tensor) -> Rotation | None:
+    def _rotation(self, position: int, x: Tensor, packed: Packed | None) -> Rotation | None:
         config = self.config
         if not config.attends:
             return None
-        positions = torch.arange(position, position + length, device=x.device)
+        positions = torch.arange(position, position + x.shape[1], device=x.device)
+        if packed is not None and config.variant != "mac":
+            positions = packed.positions()
         if config.variant == "mac":
             positions = positions % config.segment
         dtype = torch.promote_types(x.dtype, torch.float32)
         return Rotation.at(positions, config.dim // config.heads, config.rope_base, dtype)
+
+    def _check_documents(
+        self, state: TitanMACState | None, group: ProcessGroup | None, room: int | None
+    ) -> None:
+        """Refuse what does not go with documents."""
+        for name, given in (("state", state), ("group", group)):
+            if given is not None:
+                raise ValueError(
+                    f"wanted no {name} beside cu_seqlens or a mask, whose documents are read "
+                    "whole; got one"
+                )
+        unit = self.config.document_unit
+        if room is not None and (room < 1 or room % unit):
+            raise ValueError(f"wanted room of whole units of {unit} tokens; got {room}")
 
     def _check(self, tokens: Tensor, state: TitanMACState | None) -> None:
         """Refuse what does not fit, before anything is computed."""

@@ -15,8 +15,8 @@ class Documents(NamedTuple):
     """Which tokens of rows ``[B, T]`` see one another.
 
     Attributes:
-        cu_seqlens: ``[N + 1]``, where the documents of the only row begin and end; None: each row
-            is one.
+        cu_seqlens: ``[N + 1]``, where the documents of the only row begin and end, or ``[B, N +
+            1]``, those of each row; None: each row is one.
         mask: ``[B, T]``, bool, False for padding before the first token of a document and behind
             its last one; None: there is none.
     """
@@ -37,11 +37,11 @@ class Documents(NamedTuple):
             goes_on = self.mask[:, :-1] & self.mask[:, 1:]
         if self.cu_seqlens is not None:
             # As layers take them: no check has read whether they are in order.
-            bounds = self.cu_seqlens.clamp(0, length).cummax(0).values
-            place = torch.arange(length, device=tokens.device)
-            document = torch.searchsorted(bounds, place, right=True)
-            within = (document > 0) & (document < bounds.numel())
-            goes_on = goes_on & (within[:-1] & (document[1:] == document[:-1]))
+            bounds = self.cu_seqlens.clamp(0, length).cummax(-1).values.expand(len(tokens), -1)
+            place = torch.arange(length, device=tokens.device).expand_as(tokens).contiguous()
+            document = torch.searchsorted(bounds.contiguous(), place.to(bounds.dtype), right=True)
+            within = (document > 0) & (document < bounds.shape[1])
+            goes_on = goes_on & within[:, :-1] & (document[:, 1:] == document[:, :-1])
         return goes_on
 
     def less_last(self, tokens: Tensor, targets: Tensor) -> tuple[Documents, Tensor]:
@@ -53,9 +53,10 @@ class Documents(NamedTuple):
 
 
 def checked_documents(
-    tokens: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None
+    tokens: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None, *, by_row: bool = False
 ) -> Documents | None:
-    """Those of tokens ``[B, T]``; None where neither is given. Nothing of them is read.
+    """Those of tokens ``[B, T]``; None where neither is given. Nothing of them is read. Where each
+    row may have documents of its own, ``by_row``.
 
     Raises:
         TypeError: cu_seqlens is no tensor of integers, or mask none of bool.
@@ -65,12 +66,13 @@ def checked_documents(
         return None
     if cu_seqlens is not None:
         check_kind("cu_seqlens", cu_seqlens, (torch.int64, torch.int32), tokens)
-        if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2:
-            raise ValueError(
-                f"wanted cu_seqlens [N + 1] with N at least 1; got {list(cu_seqlens.shape)}"
-            )
-        if tokens.shape[0] != 1:
-            raise ValueError(f"wanted one row beside cu_seqlens; got {list(tokens.shape)}")
+        shape = cu_seqlens.shape
+        if len(shape) not in ((1, 2) if by_row else (1,)) or shape[-1] < 2:
+            wanted = "[N + 1] or [B, N + 1]" if by_row else "[N + 1]"
+            raise ValueError(f"wanted cu_seqlens {wanted} with N at least 1; got {list(shape)}")
+        if len(tokens) != (1 if len(shape) == 1 else shape[0]):
+            rows = "one row" if len(shape) == 1 else f"{shape[0]} rows"
+            raise ValueError(f"wanted {rows} beside cu_seqlens; got {list(tokens.shape)}")
     if mask is not None:
         check_kind("mask", mask, (torch.bool,), tokens)
         if mask.shape != tokens.shape:

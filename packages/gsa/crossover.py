@@ -3,12 +3,11 @@
     PYTHONPATH=packages/gsa/src:ci/testkit/src python packages/gsa/crossover.py --out
     packages/gsa/results
 
-Needs a GPU. Writes crossover-ENVIRONMENT.csv and its picture. Selections are of two kinds: keys
-drawn at random, of which neighbouring queries share few, and clusters: half of the keys in a window
-and half in blocks of 32 keys that 64 neighbouring queries have in common. Both have four sinks.
-With --selections FILE there is a third: what the layers of a trained HybridLM select in text, as
-``python -m fusewright_models.studies.selection_pays --variant selected --selections FILE`` wrote
-it, of the lengths and numbers of keys that it has.
+Needs a GPU. Writes crossover-ENVIRONMENT.csv and its picture. Selections are of two kinds, random
+and clustered, as ``bench/selections.py`` says. With --selections FILE there is a third: what the
+layers of a trained HybridLM select in text, of the lengths and numbers of keys that the file has,
+which ``python -m fusewright_models.studies.selection_pays --variant selected --selections FILE``
+writes.
 """
 
 from __future__ import annotations
@@ -37,34 +36,12 @@ SLOTS = (256, 512, 1024, 2048)
 KINDS = ("random", "clustered")
 STYLES = {"random": "--", "clustered": "-", "trained": ":"}
 COLUMNS = ["tokens", "slots", "heads", "key_heads", "width", "selection", "pass", "provider", "ms"]
-SINKS, BLOCK, NEIGHBOURS, ROWS = 4, 32, 64, 1024
 # Copies of the selected keys and values in bytes, beyond which the gather-based reference is not
 # run: its backward pass holds several.
 MOST_COPIES = 16 << 30
 
 Tensor = torch.Tensor
 bench = load(pathlib.Path(__file__).parent)
-
-
-def selection(tokens: int, slots: int, kind: str) -> tuple[Tensor, Tensor]:
-    """Indices ``[1, T, slots]`` and count ``[1, T]`` of causal queries."""
-    torch.manual_seed(1)
-    indices = torch.empty(1, tokens, slots, dtype=torch.int32, device="cuda")
-    key = torch.arange(tokens, device="cuda")
-    for first in range(0, tokens, ROWS):
-        row = torch.arange(first, first + ROWS, device="cuda")[:, None]
-        score = torch.rand(ROWS, tokens, device="cuda")
-        if kind == "clustered":
-            blocks = torch.rand(ROWS // NEIGHBOURS, tokens // BLOCK, device="cuda")
-            score *= 0.15
-            score += blocks.repeat_interleave(NEIGHBOURS, 0).repeat_interleave(BLOCK, 1)
-            score[row - key < slots // 2] = 3.0
-        score[:, :SINKS] = 4.0
-        score.masked_fill_(key > row, -1.0)
-        best = score.topk(slots, sorted=False)
-        chosen = torch.where(best.values >= 0.0, best.indices, tokens).sort(-1).values
-        indices[0, first : first + ROWS] = torch.where(chosen < tokens, chosen, -1)
-    return indices, (indices >= 0).sum(-1).int()
 
 
 def trained(file: pathlib.Path) -> Iterator[tuple[int, str, np.ndarray]]:
@@ -78,7 +55,7 @@ def trained(file: pathlib.Path) -> Iterator[tuple[int, str, np.ndarray]]:
 
 
 def selection_of(distances: np.ndarray) -> tuple[Tensor, Tensor]:
-    """The same as `selection` returns it."""
+    """Indices ``[1, T, slots]`` and count ``[1, T]``."""
     steps = torch.from_numpy(distances.astype(np.int32)).cuda().unsqueeze(0)
     indices = (steps.cumsum(-1) - 1).int().masked_fill_(steps == 0, -1)
     return indices, (steps > 0).sum(-1).int()
@@ -101,7 +78,7 @@ def measured(
             # Dense attention asks for no selection.
             yield from rows("dense", bench.dense_attention, "", [q, k, v, None, None])
         selections: list[tuple[str, Callable[[], tuple[Tensor, Tensor]]]] = [
-            (kind, partial(selection, tokens, slots, kind))
+            (kind, partial(bench.selection, tokens, slots, kind))
             for slots, kind in itertools.product(SLOTS, KINDS)
         ]
         selections += [

@@ -20,9 +20,26 @@ from fusewright.gsa.indexer import reference as indexer_reference
 from fusewright.gsa.selection.reference import law_factor, score_statistics
 from fusewright_testkit.cases import compiled
 
-from .cases import INDEX_WIDTH, Op, cases, counted, counts, loss_of, reference_loss
+from .cases import (
+    INDEX_WIDTH,
+    Op,
+    cases,
+    counted,
+    counts,
+    loss_of,
+    reference_attention,
+    reference_loss,
+)
+from .selections import selection
 
-__all__ = ["cases", "dense_attention", "gathered_attention", "providers"]
+__all__ = [
+    "cases",
+    "dense_attention",
+    "gathered_attention",
+    "providers",
+    "reference_attention",
+    "selection",
+]
 
 Tensor = torch.Tensor
 

@@ -7,7 +7,7 @@ Needs a GPU. Writes crossover-ENVIRONMENT.csv and its picture. Selections are of
 and clustered, as ``bench/selections.py`` says. With --selections FILE there is a third: what the
 layers of a trained HybridLM select in text, of the lengths and numbers of keys that the file has,
 which ``python -m fusewright_models.studies.selection_pays --variant selected --selections FILE``
-writes.
+writes. Rows of other sizes that the CSV has stay.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ COLUMNS = ["tokens", "slots", "heads", "key_heads", "width", "selection", "pass"
 MOST_COPIES = 16 << 30
 
 Tensor = torch.Tensor
+Row = dict[str, str]
 bench = load(pathlib.Path(__file__).parent)
 
 
@@ -62,45 +63,44 @@ def selection_of(distances: np.ndarray) -> tuple[Tensor, Tensor]:
 
 
 def measured(
-    all_tokens: Iterable[int], of_layers: Iterable[tuple[int, str, np.ndarray]] = ()
-) -> Iterator[dict[str, object]]:
-    """Dense attention at each size, ours at each selection, and the gather-based reference where
-    its copies have room.
+    tokens: int,
+    all_slots: Iterable[int],
+    of_layers: Iterable[tuple[int, str, np.ndarray]] = (),
+    *,
+    gather: bool = True,
+) -> Iterator[Row]:
+    """Dense attention, ours at each selection, and the gather-based reference where its copies have
+    room.
     """
-    of_layers = list(of_layers)
-    for tokens in all_tokens:
-        q = torch.randn(1, tokens, HEADS, WIDTH, device="cuda", dtype=BF16)
-        of_heads = {
-            heads: [torch.randn(1, tokens, heads, WIDTH, device="cuda", dtype=BF16) for _ in "kv"]
-            for heads in KEY_HEADS
-        }
+    q = torch.randn(1, tokens, HEADS, WIDTH, device="cuda", dtype=BF16)
+    of_heads = {
+        heads: [torch.randn(1, tokens, heads, WIDTH, device="cuda", dtype=BF16) for _ in "kv"]
+        for heads in KEY_HEADS
+    }
+    for k, v in of_heads.values():
+        # Dense attention asks for no selection.
+        yield from rows("dense", bench.dense_attention, "", [q, k, v, None, None])
+    selections: list[tuple[str, Callable[[], tuple[Tensor, Tensor]]]] = [
+        (kind, partial(bench.selection, tokens, slots, kind))
+        for slots, kind in itertools.product(all_slots, KINDS)
+    ]
+    selections += [
+        (kind, partial(selection_of, distances))
+        for length, kind, distances in of_layers
+        if length == tokens
+    ]
+    for kind, choose in selections:
+        chosen = choose()
+        copies = 4 * tokens * chosen[0].shape[-1] * HEADS * WIDTH
         for k, v in of_heads.values():
-            # Dense attention asks for no selection.
-            yield from rows("dense", bench.dense_attention, "", [q, k, v, None, None])
-        selections: list[tuple[str, Callable[[], tuple[Tensor, Tensor]]]] = [
-            (kind, partial(bench.selection, tokens, slots, kind))
-            for slots, kind in itertools.product(SLOTS, KINDS)
-        ]
-        selections += [
-            (kind, partial(selection_of, distances))
-            for length, kind, distances in of_layers
-            if length == tokens
-        ]
-        for kind, choose in selections:
-            chosen = choose()
-            slots = chosen[0].shape[-1]
-            copies = 4 * tokens * slots * HEADS * WIDTH
-            for k, v in of_heads.values():
-                tensors = [q, k, v, *chosen]
-                yield from rows("fusewright", sparse_attention, kind, tensors)
-                if copies <= MOST_COPIES and kind == "random":
-                    yield from rows("gather", bench.gathered_attention, kind, tensors)
-                torch.cuda.empty_cache()
+            tensors = [q, k, v, *chosen]
+            yield from rows("fusewright", sparse_attention, kind, tensors)
+            if gather and copies <= MOST_COPIES and kind == "random":
+                yield from rows("gather", bench.gathered_attention, kind, tensors)
+            torch.cuda.empty_cache()
 
 
-def rows(
-    provider: str, op: Callable[..., Tensor], kind: str, tensors: list
-) -> Iterator[dict[str, object]]:
+def rows(provider: str, op: Callable[..., Tensor], kind: str, tensors: list) -> Iterator[Row]:
     """Medians of the forward pass and of both, in milliseconds, each of eager calls."""
     q, k, v, *selected = tensors
     slots = "" if selected[0] is None else selected[0].shape[-1]
@@ -110,11 +110,12 @@ def rows(
         ("fwd", torch.no_grad()(lambda: op(*tensors))),
         ("fwd+bwd", lambda: torch.autograd.grad(op(*leaves, *selected), leaves, g)),
     ):
-        ms = event_time(call).ms
-        yield sizes | {"selection": kind, "pass": name, "provider": provider, "ms": ms}
+        told = {"selection": kind, "pass": name, "provider": provider}
+        row = {name: str(value) for name, value in (sizes | told).items()}
+        yield row | {"ms": f"{event_time(call).ms:.4f}"}
 
 
-def draw(rows: list[dict[str, str]]) -> Figure:
+def draw(rows: list[Row]) -> Figure:
     """Dense attention's time over ours, of both passes: above one selecting pays."""
     figure = Figure(figsize=(10.0, 3.4), layout="constrained")
     all_axes = figure.subplots(1, len(KEY_HEADS), sharey=True)
@@ -145,9 +146,22 @@ def draw(rows: list[dict[str, str]]) -> Figure:
     return figure
 
 
+def key_of(row: Row) -> tuple[str, ...]:
+    """All but the time."""
+    return tuple(value for name, value in row.items() if name != "ms")
+
+
+def order_of(row: Row) -> tuple:
+    """Tokens by tokens, keys by keys."""
+    return int(row["tokens"]), int(row["slots"] or 0)
+
+
 def main(
     out: Annotated[pathlib.Path, typer.Option(help="Folder of CSV and picture.")],
+    least: Annotated[int, typer.Option(help="The smallest number of tokens.")] = 0,
     most: Annotated[int, typer.Option(help="The greatest number of tokens.")] = 131072,
+    slots: Annotated[list[int] | None, typer.Option(help="Selected keys of each query.")] = None,
+    gather: Annotated[bool, typer.Option(help="Time copies of the selected keys too.")] = True,
     selections: Annotated[
         pathlib.Path | None, typer.Option(help="What the layers of a trained model select.")
     ] = None,
@@ -155,17 +169,28 @@ def main(
     """Time both and write the table and its picture."""
     file = out / f"crossover-{environment_name()}.csv"
     file.parent.mkdir(parents=True, exist_ok=True)
+    found: dict[tuple[str, ...], Row] = {}
+    if file.is_file():
+        with file.open(newline="") as stream:
+            found = {key_of(row): row for row in csv.DictReader(stream)}
+    of_layers = [] if selections is None else list(trained(selections))
+    for tokens in TOKENS:
+        if least <= tokens <= most:
+            for row in measured(tokens, slots or SLOTS, of_layers, gather=gather):
+                found[key_of(row)] = row
+                # After each: a run that is cut off leaves what it has.
+                write(file, sorted(found.values(), key=order_of))
+    # Without the library's version, the same results give the same bytes.
+    draw(list(found.values())).savefig(
+        file.with_suffix(".png"), dpi=120, metadata={"Software": None}
+    )
+
+
+def write(file: pathlib.Path, rows: Iterable[Row]) -> None:
     with file.open("w", newline="") as stream:
         writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        of_layers = [] if selections is None else trained(selections)
-        for row in measured((tokens for tokens in TOKENS if tokens <= most), of_layers):
-            writer.writerow(row | {"ms": f"{row['ms']:.4f}"})
-            stream.flush()
-    with file.open(newline="") as stream:
-        rows = list(csv.DictReader(stream))
-    # Without the library's version, the same results give the same bytes.
-    draw(rows).savefig(file.with_suffix(".png"), dpi=120, metadata={"Software": None})
+        writer.writerows(rows)
 
 
 if __name__ == "__main__":

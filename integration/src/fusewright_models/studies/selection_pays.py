@@ -229,7 +229,7 @@ def main(
     variant: Annotated[Variant, typer.Option(help="Of attention: dense, or to selected keys.")],
     out: Annotated[Path, typer.Option(help="Folder of CSV and picture.")] = Path("."),
     preset: Annotated[HybridPresetName, typer.Option()] = "mini",
-    steps: Annotated[int, typer.Option(min=1)] = 800,
+    steps: Annotated[int, typer.Option(min=1)] = 640,
     batch_size: Annotated[int, typer.Option(min=1)] = 8,
     seq_len: Annotated[int, typer.Option(min=8)] = 2048,
     lr: Annotated[float, typer.Option()] = 1e-3,

@@ -60,16 +60,22 @@ def segments_kernel(
 
 
 @triton.jit
-def segment_of(cut_at, segment, tiles, segments):
+def segment_of(cut_at, segment, segments):
     """The tile of a segment, -1 for one that is none; the first of its entries and how many it
-    holds at most; and the number of its partial sum, -1 where it is the tile's only one.
+    holds at most.
     """
     size = tl.load(cut_at)
     tile = tl.load(cut_at + 1 + segment)
-    within = tl.maximum(tile, 0)
-    number = segment - tl.load(cut_at + 1 + segments + within)
-    part = tl.load(cut_at + 1 + segments + tiles + 1 + within)
-    return tile, number * size, size, tl.where(part < 0, -1, part + number)
+    begin = tl.load(cut_at + 1 + segments + tl.maximum(tile, 0))
+    return tile, (segment - begin) * size, size
+
+
+@triton.jit
+def partial_of(cut_at, segment, tile, tiles, segments):
+    """The number of a segment's partial sum, -1 where it is its tile's only one."""
+    begin_at = cut_at + 1 + segments + tile
+    part = tl.load(begin_at + tiles + 1)
+    return tl.where(part < 0, -1, part + segment - tl.load(begin_at))
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..common.launches import SMALLEST_TILE as SMALLEST
 from ..common.tiles import LOG2_E, product, product_with_rows, zeros
-from .kernels_segments import segment_of
+from .kernels_segments import partial_of, segment_of
 from .tiles import are_members, load_listed, slots_of_rows, tile_of
 
 SMALLEST_TILE = tl.constexpr(SMALLEST)
@@ -158,12 +158,12 @@ def union_dkdv_kernel(
     key_head = (tl.program_id(0) // programs % key_heads).to(tl.int64)
     batch = (tl.program_id(0) // programs // key_heads).to(tl.int64)
     tile = tl.program_id(0) % programs
-    first_entry, most_entries, partial = 0, part, -1
+    first_entry, most_entries = 0, part
     if cut_ptr is not None:
         # Heads that share a head of keys have one list here.
         row = batch * selections + key_head % selections
         cut_at = cut_ptr + row * (segments + 2 * tiles + 2)
-        tile, first_entry, most_entries, partial = segment_of(cut_at, tile, tiles, segments)
+        tile, first_entry, most_entries = segment_of(cut_at, tile, segments)
         if tile < 0:
             return
     place, col = tl.arange(0, CONFIG.TILE), tl.arange(0, CONFIG.BLOCK_D)
@@ -277,8 +277,9 @@ def union_dkdv_kernel(
                     ds = p * (product_with_rows(v, do, CONFIG) - delta[None, :])
                     dk += product(ds.to(q.dtype), q, CONFIG)
 
-    if cut_ptr is not None:  # noqa: SIM102
-        # Again a constant, without which there is nothing of the rest.
+    if cut_ptr is not None:
+        # Read only now, so that the loop holds no register for it.
+        partial = partial_of(cut_at, tl.program_id(0) % segments, tile, tiles, segments)
         if partial >= 0:
             # [2, B, Hkv, PARTS, TILE, D]
             of_head = (batch * key_heads + key_head) * most_parts

@@ -30,7 +30,9 @@ def with_sinks(shape, keys, device):
 @needs_kernels
 @pytest.mark.parametrize("key_heads", [1, 2, 6])
 @pytest.mark.parametrize("lists", [1, 2])
-def test_segments_hold_every_entry_once(lists, key_heads, device):
+def test_segments_hold_every_entry_once(lists, key_heads, device, monkeypatch):
+    for name, value in dict(SEGMENTS=6, SHORTEST=16, TILES_AT_A_TIME=2).items():
+        monkeypatch.setattr(launch_segments, name, value)
     part, tile = 400, 16
     config = UnionConfig(256, 4, rows=tile, columns=16, num_warps=4, num_stages=1)
     sizes = (lists, part, 100, 12, key_heads, 8, 1, 4)

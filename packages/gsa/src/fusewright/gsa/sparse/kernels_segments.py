@@ -61,13 +61,14 @@ def segments_kernel(
 
 @triton.jit
 def segment_of(cut_at, segment, segments):
-    """The tile of a segment, -1 for one that is none; the first of its entries and how many it
-    holds at most.
+    """The tile of a segment, -1 for one that is none; the first of its entries, and behind which
+    one it ends, or its list does.
     """
     size = tl.load(cut_at)
     tile = tl.load(cut_at + 1 + segment)
     begin = tl.load(cut_at + 1 + segments + tl.maximum(tile, 0))
-    return tile, (segment - begin) * size, size
+    first = (segment - begin) * size
+    return tile, first, first + size
 
 
 @triton.jit

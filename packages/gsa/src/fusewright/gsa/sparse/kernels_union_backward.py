@@ -158,12 +158,12 @@ def union_dkdv_kernel(
     key_head = (tl.program_id(0) // programs % key_heads).to(tl.int64)
     batch = (tl.program_id(0) // programs // key_heads).to(tl.int64)
     tile = tl.program_id(0) % programs
-    first_entry, most_entries = 0, part
+    first_entry, end = 0, part
     if cut_ptr is not None:
         # Heads that share a head of keys have one list here.
         row = batch * selections + key_head % selections
         cut_at = cut_ptr + row * (segments + 2 * tiles + 2)
-        tile, first_entry, most_entries = segment_of(cut_at, tile, segments)
+        tile, first_entry, end = segment_of(cut_at, tile, segments)
         if tile < 0:
             return
     place, col = tl.arange(0, CONFIG.TILE), tl.arange(0, CONFIG.BLOCK_D)
@@ -186,7 +186,7 @@ def union_dkdv_kernel(
         length = tl.load(length_ptr + number)
         if CONFIG.AGAIN and CONFIG.ADDS:
             length = 0
-        last_entry = tl.minimum(length, first_entry + most_entries)
+        last_entry = tl.minimum(length, end)
         longest = tl.maximum(longest, length)
         list_at = list_ptr + number * capacity
         members_at = members_ptr + number * CONFIG.WORDS * capacity

@@ -83,6 +83,7 @@ LATER: dict[str, Any] = {
     "clip_norm": 1.0,
     "init_from": None,
     "documents": False,
+    "documents_per_window": 1,
     "init_revision": None,
 }
 

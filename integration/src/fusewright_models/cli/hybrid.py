@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from ..models.hybrid import Drafting, HybridConfig, HybridLM, Reading
@@ -134,9 +135,24 @@ class HybridRun(HybridSettings, TextRun):
         return WarmedWindows(self.drawn(corpus), dense)
 
 
+def in_one_row(
+    tokens: Tensor, targets: Tensor, bounds: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Rows ``[B, T]`` of documents as one, ``[1, B T]``, with what the model is told of them."""
+    rows, length = tokens.shape
+    first = length * torch.arange(rows, device=tokens.device).unsqueeze(1)
+    mask = torch.arange(length, device=tokens.device) < bounds[:, -1:]
+    options = {"cu_seqlens": (bounds + first).flatten(), "mask": mask.view(1, -1)}
+    return tokens.reshape(1, -1), targets.reshape(1, -1), options | {"max_seqlen": length}
+
+
 def all_losses(model: HybridLM, batch: HybridBatch) -> Told:
     """The loss to train on, its parts, and whether the stack's states left their range."""
-    losses = model(batch.windows[:, :-1], batch.targets, dense=batch.dense)
+    tokens, targets = batch.windows[:, :-1], batch.targets
+    options: dict[str, Any] = {}
+    if batch.bounds is not None:
+        tokens, targets, options = in_one_row(tokens, targets, batch.bounds)
+    losses = model(tokens, targets, dense=batch.dense, **options)
     following, second = batch.share(losses.following), batch.share(losses.second, ahead=2)
     total = losses.total
     if batch.predicted is not None:

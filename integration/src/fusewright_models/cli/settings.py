@@ -294,6 +294,14 @@ class TextSettings(Settings):
             help="Windows begin where documents do, and predict nothing from another document.",
         ),
     ] = False
+    documents_per_window: Annotated[
+        int,
+        of_data(
+            min=1,
+            help="With --documents: how many a window holds at most, each read as if it were "
+            "alone. Default: 1.",
+        ),
+    ] = 1
     batch_size: Annotated[int, of_data(min=1, help="Windows per batch.")]
 
 

@@ -21,6 +21,7 @@ from ..text import (
     ByteModel,
     Corpus,
     DocumentWindows,
+    PackedWindows,
     TextBatch,
     TextEvaluation,
     Windows,
@@ -78,6 +79,13 @@ class TextRun(TextSettings, Run):
 
     title: ClassVar[str]
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.documents_per_window > 1 and not self.documents:
+            raise ValueError(
+                f"wanted --documents beside --documents-per-window {self.documents_per_window}"
+            )
+
     @classmethod
     def completed(cls, preset: TextPreset, chosen: dict[str, Any]) -> dict[str, Any]:
         chosen = {
@@ -102,6 +110,11 @@ class TextRun(TextSettings, Run):
     def batch(self, windows: Tensor) -> TextBatch:
         """Windows ``[B, T + 1]`` as the loss takes them."""
         return TextBatch(windows)
+
+    @property
+    def document_unit(self) -> int:
+        """Tokens of which each document in a window takes whole ones."""
+        return 1
 
     @property
     def counted_length(self) -> int:
@@ -196,6 +209,9 @@ class TextRun(TextSettings, Run):
     def drawn(self, corpus: Corpus) -> Windows:
         options: dict[str, Any] = {"digest": corpus.digest, "device": self.device}
         options |= {"length": self.seq_len, "seed": self.seed}
+        if self.documents_per_window > 1:
+            options |= {"most": self.documents_per_window, "unit": self.document_unit}
+            return PackedWindows(corpus.training, corpus.training_ends, **options)
         if self.documents:
             return DocumentWindows(corpus.training, corpus.training_ends, **options)
         return Windows(corpus.training, **options)

@@ -12,7 +12,7 @@ from ..text import TextBatch
 from .commands import LATER
 from .presets import TITAN_MAC_PRESETS
 from .settings import TitanMACSettings
-from .text import TextRun, train_on_text
+from .text import BYTES, TextRun, train_on_text
 
 
 class TitanMACRun(TitanMACSettings, TextRun):
@@ -33,6 +33,10 @@ class TitanMACRun(TitanMACSettings, TextRun):
     @property
     def label(self) -> str:
         return self.variant
+
+    @property
+    def document_unit(self) -> int:
+        return self.shape(BYTES).document_unit
 
     @property
     def counted_length(self) -> int:
@@ -66,7 +70,14 @@ SHAPE_FIELDS = {
 
 def next_token_loss(model: TitanMAC, batch: TextBatch) -> Tensor:
     """Minus the mean of log p(token | those before it in its window), nats."""
-    return batch.share(model(batch.windows[:, :-1], targets=batch.targets))
+    tokens = batch.windows[:, :-1]
+    options: dict[str, Any] = {}
+    if batch.bounds is not None:
+        unit = getattr(model, "module", model).config.document_unit
+        # What `PackedWindows` puts into a row finds place in its whole units.
+        room = -(-tokens.shape[1] // unit) * unit
+        options = {"cu_seqlens": batch.bounds, "room": room}
+    return batch.share(model(tokens, targets=batch.targets, **options))
 
 
 def train_titan_mac(flags: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from .corpus import Corpus, read_corpus
 from .documents import data_digest, documents, hub_commit, local_place
 from .evaluation import TextEvaluation, evaluate_text
 from .generation import Generated, generate
+from .packed_windows import PackedWindows
 from .speculation import speculate
 from .tokens import ByteTokenizer, LibraryTokenizer, Tokenizer, make_tokenizer
 from .windows import DocumentWindows, TextBatch, Windows
@@ -19,6 +20,7 @@ __all__ = [
     "DocumentWindows",
     "Generated",
     "LibraryTokenizer",
+    "PackedWindows",
     "TextBatch",
     "TextEvaluation",
     "Tokenizer",

@@ -26,11 +26,18 @@ class TextBatch:
             another document. None where all are.
         mean: of ``predicted`` over all rows that were drawn together, those of other processes too,
             0-d in fp64; likewise.
+        bounds: ``[B, N + 1]``, int64: where the documents of each row begin and end among its first
+            T tokens; what stands behind the last one is padding. None where a row is of one.
+        following: ``[B, T]``, int64: what is to be predicted of each token; likewise.
+        mean_documents: as ``mean``, of how many documents a row has; likewise.
     """
 
     windows: Tensor
     predicted: Tensor | None = field(default=None, kw_only=True)
     mean: Tensor | None = field(default=None, kw_only=True)
+    bounds: Tensor | None = field(default=None, kw_only=True)
+    following: Tensor | None = field(default=None, kw_only=True)
+    mean_documents: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def tokens(self) -> int:
@@ -47,6 +54,8 @@ class TextBatch:
     @property
     def targets(self) -> Tensor:
         """``[B, T]``, what is to be predicted of each token; -100 stands for nothing."""
+        if self.following is not None:
+            return self.following
         targets = self.windows[:, 1:]
         if self.predicted is None:
             return targets
@@ -60,18 +69,36 @@ class TextBatch:
         Args:
             mean: over the targets, 0-d.
             ahead: which token after each is the target: 1 the next one, of which each row has
-                ``predicted``; 2 the one after that, of which it has one less.
+                ``predicted``; 2 the one after that, of which each of its documents has one less.
         """
         if self.predicted is None or self.mean is None:
             return mean
-        less = ahead - 1
-        own = self.predicted.double().mean()
-        return mean * ((own - less) / (self.mean - less)).to(mean.dtype)
+        own, whole, less = self.predicted.double().mean(), self.mean, ahead - 1
+        if self.bounds is None or self.mean_documents is None:
+            own, whole = own - less, whole - less
+        else:
+            own = own - less * documents_in(self.bounds).mean()
+            whole = whole - less * self.mean_documents
+        return mean * (own / whole).to(mean.dtype)
 
     def part(self, first: int, last: int) -> Self:
         """The windows from number ``first`` to before ``last``, a view of these."""
-        predicted = None if self.predicted is None else self.predicted[first:last]
-        return replace(self, windows=self.windows[first:last], predicted=predicted)
+
+        def of(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[first:last]
+
+        return replace(
+            self,
+            windows=self.windows[first:last],
+            predicted=of(self.predicted),
+            bounds=of(self.bounds),
+            following=of(self.following),
+        )
+
+
+def documents_in(bounds: Tensor) -> Tensor:
+    """Of ``[B, N + 1]`` how many documents with tokens each row has, ``[B]`` in fp64."""
+    return (bounds[:, 1:] > bounds[:, :-1]).sum(1).double()
 
 
 class Windows:

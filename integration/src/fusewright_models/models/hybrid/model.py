@@ -166,6 +166,7 @@ class HybridLM(nn.Module, Published):
         observe: Observer | None = None,
         cu_seqlens: Tensor | None = None,
         mask: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> Losses: ...
 
     def forward(
@@ -177,6 +178,7 @@ class HybridLM(nn.Module, Published):
         observe: Observer | None = None,
         cu_seqlens: Tensor | None = None,
         mask: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> Tensor | Losses:
         """What the model makes of each token and those before it; all losses, where targets are
         given.
@@ -192,6 +194,8 @@ class HybridLM(nn.Module, Published):
                 targets say so; the token after next is not.
             mask: ``[B, T]``, bool, False for padding before or behind the tokens of a row or
                 document, whose targets are -100.
+            max_seqlen: at least the tokens of the longest document, with ``dense`` and documents,
+                whose memory it bounds; None takes T.
 
         Returns:
             ``[B, T, C]``, normed; or the losses, of which ``total`` is to be trained on.
@@ -210,7 +214,7 @@ class HybridLM(nn.Module, Published):
         if tokens.shape[1] < 2:
             raise ValueError(f"wanted two tokens or more in a row; got {list(tokens.shape)}")
         with self._precision():
-            return self._losses(tokens, targets, dense, observe, documents)
+            return self._losses(tokens, targets, dense, observe, documents, max_seqlen)
 
     @torch.no_grad()
     def read(
@@ -401,6 +405,7 @@ class HybridLM(nn.Module, Published):
         dense: bool,
         observe: Observer | None,
         documents: Documents | None,
+        max_seqlen: int | None,
     ) -> Losses:
         counts: list[Tensor] = []
 
@@ -417,7 +422,10 @@ class HybridLM(nn.Module, Published):
             rest, later = documents.less_last(tokens, later)
         batches, length = tokens.shape
         every, most = (
-            all_keys(batches, n, tokens.device, **({} if of is None else of.options))
+            all_keys(
+                *(batches, n, tokens.device),
+                **({} if of is None else of.options | {"max_seqlen": max_seqlen}),
+            )
             if dense
             else None
             for n, of in ((length, documents), (length - 1, rest))

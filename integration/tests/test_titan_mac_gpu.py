@@ -30,10 +30,18 @@ def bf16() -> torch.autocast:
     return torch.autocast("cuda", dtype=torch.bfloat16)
 
 
+def bounds() -> torch.Tensor:
+    """Of three documents in each of two rows of 1089 tokens, and padding."""
+    return torch.tensor([[0, 130, 900, 1089], [3, 3, 1024, 1050]], device="cuda")
+
+
 @pytest.mark.gpu
-@every_variant
-def test_step_waits_for_nothing_and_its_replay_has_the_same_bits(variant):
-    """Forward pass, backward pass and AdamW, captured whole."""
+@pytest.mark.parametrize(
+    ("variant", "packed"), [*((x, False) for x in VARIANTS), *((x, True) for x in VARIANTS)]
+)
+def test_step_waits_for_nothing_and_its_replay_has_the_same_bits(variant, packed):
+    """Forward pass, backward pass and AdamW, captured whole; of packed documents too."""
+    documents = {"cu_seqlens": bounds(), "room": 2048} if packed else {}
     found = []
     for captured in (False, True):
         model = make("l4", variant=variant, layers=2)
@@ -44,7 +52,7 @@ def test_step_waits_for_nothing_and_its_replay_has_the_same_bits(variant):
 
         def step(model=model, optimizer=optimizer, tokens=tokens):
             with bf16():
-                loss = model.loss(tokens)
+                loss = model.loss(tokens, **documents)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -94,6 +102,21 @@ def test_steps_in_bf16_follow_the_reference(variant):
         lambda model, step: model.loss(batches[step]),
         (0, 10),
         steps=11,
+        dtype=torch.bfloat16,
+    )
+
+
+@pytest.mark.gpu
+@every_variant
+def test_steps_over_documents_in_bf16_follow_the_reference(variant):
+    models = [make("l4", backend, variant=variant, **SIZES) for backend in ("triton", "reference")]
+    batches = [draw(models[0], 2, 301) for _ in range(6)]
+    cu_seqlens = torch.tensor([[0, 40, 41, 301], [20, 148, 276, 290]], device="cuda")
+    check_steps(
+        *models,
+        lambda model, step: model.loss(batches[step], cu_seqlens=cu_seqlens),
+        (0, 5),
+        steps=6,
         dtype=torch.bfloat16,
     )
 

@@ -33,8 +33,9 @@ def test_full_size_is_as_near_to_fp64_as_torch(residual_norm, layers, hidden, dt
 @pytest.mark.parametrize("width", [8, 40, 64])
 @pytest.mark.parametrize("chunk", [16, 48, 64])
 @pytest.mark.parametrize("read", ["after", "before"])
-def test_rest_and_mask_at_every_width_are_as_near_to_fp64_as_torch(read, chunk, width):
-    op = DeepOp().having(rests=True, masked=True, read=read, chunk=chunk, residual_norm=True)
+def test_rest_mask_and_resets_at_every_width_are_as_near_to_fp64_as_torch(read, chunk, width):
+    options = dict(rests=True, masked=True, packed=True, residual_norm=True)
+    op = DeepOp().having(read=read, chunk=chunk, **options)
     op.check(drawn(op, width, 200, BF16))
 
 

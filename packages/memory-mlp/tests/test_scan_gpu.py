@@ -7,7 +7,7 @@ import torch
 from fusewright_testkit import Yardstick, transforms
 from fusewright_testkit.conformance import everything, same_bits
 
-from .operations_scan import RestOp
+from .operations_scan import RestOp, ShortChunksOp
 from .test_scan_clip import amid
 
 pytestmark = pytest.mark.gpu
@@ -227,3 +227,21 @@ def check_rest(op, name, tensors):
     if name == "clip":
         op = op.having(max_grad_norm=amid(op, tensors))
     op.check(tensors)
+
+
+@pytest.mark.parametrize("limit", [None, 1.0], ids=["plain", "clipped"])
+@pytest.mark.parametrize(("width", "hidden"), [(64, 128), (40, 200)])
+def test_chunks_that_are_reset_are_as_near_to_fp64_as_torch(width, hidden, limit):
+    """Of several parts in the backward pass, and of programs that wait for one another."""
+    op = RestOp(dict(residual_norm=True, max_grad_norm=limit), packed=True)
+    op.check(drawn(op, width, hidden, BF16))
+
+
+def test_chunks_that_are_reset_give_the_same_bits_again(parts_of_a_chunk):
+    op = ShortChunksOp(packed=True)
+    leaves = [x.requires_grad_() for x in drawn(op, 64, 256, BF16)]
+    first = everything(op.kernels, leaves)
+    for _ in range(3):
+        assert same_bits(everything(op.kernels, leaves), first)
+    parts_of_a_chunk()
+    assert same_bits(everything(op.kernels, leaves), first)

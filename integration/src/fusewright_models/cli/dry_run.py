@@ -1,5 +1,5 @@
 """``--dry-run``: what a run would take. Its model has no memory and its steps are not taken: one
-forward pass of shapes alone is counted.
+forward pass of shapes alone is counted, and a backward pass for its memory.
 """
 
 from __future__ import annotations
@@ -11,28 +11,18 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
+from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..devices import peak_tflops, wait_for
 from ..training import TrainingConfig
+from ..training.source import told_of
 from .commands import Run
+from .step_memory import BatchSize, LiveMemory, States, kept_on_gpu, states_of
 
 # Of a step, as long as forward passes: a backward pass has two products for each of a forward one.
 PASSES = 3
-# Weights and gradients in fp32, and at most what an optimizer keeps of each parameter, in bytes.
-WEIGHT_AND_GRADIENT = 8
-STATE = {"adamw": 8, "torch-adamw": 8, "nested": 9, "muon": 8, "m3": 16, "learned": 17}
-# Bytes that a step keeps on a GPU of each token in bf16, for each column of the model and for each
-# column of each layer: by peaks of integration/results, nothing computed again.
-ON_GPU = {
-    "transformer-np": (0, 33),
-    "titan-mac": (0, 107),
-    "exact": (287, 0),
-    "stored": (220, 17),
-    "plain": (189, 85),
-}
 # A product takes so long to be measured, in seconds.
 MEASURED = 0.1
 
@@ -44,29 +34,16 @@ class Counted(NamedTuple):
         parameters: of the model.
         rows: tokens that the batch has.
         operations: of the matrix products, by the formulas in plain torch.
-        kept: bytes that plain torch keeps for the backward pass.
+        held: the most bytes that this pass and its backward pass hold at one time in plain torch,
+            without the backward pass where there are no states.
+        states: of the model and its optimizer, if they were asked for.
     """
 
     parameters: int
     rows: int
     operations: int
-    kept: int
-
-
-class BatchSize(NamedTuple):
-    """Of a run's batch and model.
-
-    Attributes:
-        rows: tokens of the batch.
-        unit: what it is counted in, "token" or "task".
-        units: how many of these it has.
-        layer_columns: layers of the model, and its columns.
-    """
-
-    rows: int
-    unit: str
-    units: int
-    layer_columns: tuple[int, int]
+    held: int
+    states: States | None = None
 
 
 def step_operations(run: Run, forward: Callable[[], Counted]) -> float | None:
@@ -79,29 +56,28 @@ def step_operations(run: Run, forward: Callable[[], Counted]) -> float | None:
     return PASSES * found.operations / found.rows
 
 
-def counted(model: nn.Module, loss: Callable[[], Any], rows: int) -> Counted:
-    """Count a forward pass.
+def counted(
+    model: nn.Module, loss: Callable[[], Any], rows: int, *, optimizer: Optimizer | None = None
+) -> Counted:
+    """Count a forward pass, and with an ``optimizer`` the memory of a step.
 
     Args:
         model: on the device "meta", as what ``loss`` computes.
         loss: of a batch.
         rows: of the batch.
+        optimizer: over the model's parameters.
     """
-    own = {p.untyped_storage()._cdata for p in model.parameters()}
-    kept: dict[int, Tensor] = {}
-
-    def keep(x: Tensor) -> Tensor:
-        # As long as it is held, its storage has its number.
-        kept[x.untyped_storage()._cdata] = x
-        return x
-
-    with FlopCounterMode(display=False) as counter, saved_tensors_hooks(keep, lambda x: x):
-        loss()
+    with LiveMemory() as memory:
+        with FlopCounterMode(display=False) as counter:
+            found = told_of(loss())
+        if optimizer is not None:
+            found.loss.backward()
     return Counted(
         parameters=sum(p.numel() for p in model.parameters()),
         rows=rows,
         operations=counter.get_total_flops(),
-        kept=sum(x.untyped_storage().nbytes() for name, x in kept.items() if name not in own),
+        held=memory.most,
+        states=None if optimizer is None else states_of(model, optimizer),
     )
 
 
@@ -112,15 +88,15 @@ def tell(console: Console, run: Run, title: str, forward: Counted, size: BatchSi
         console: where to.
         run: of these settings.
         title: of the model, for people.
-        forward: pass of a batch, which may be smaller than the run's.
+        forward: pass of a batch, which may be smaller than the run's, with its states.
         size: of the run's batch.
     """
     training, device = run.training(), torch.device(run.device)
     batch = PASSES * size.rows / forward.rows * forward.operations
     step = batch * training.accumulation_steps
     whole = step * training.steps
-    states = (WEIGHT_AND_GRADIENT + STATE[run.optimizer]) * forward.parameters
-    kept = kept_bytes(run, forward, size)
+    assert forward.states is not None
+    states, kept = sum(forward.states), beside_states(run, forward, size)
     rate, has = product_rate(device, training), memory(device)
     units = size.units * training.accumulation_steps
     lines = [
@@ -138,14 +114,13 @@ def tell(console: Console, run: Run, title: str, forward: Counted, size: BatchSi
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
-def kept_bytes(run: Run, forward: Counted, size: BatchSize) -> float:
-    """What a backward pass needs: on a CPU what plain torch keeps, on a GPU what was measured."""
-    if torch.device(run.device).type == "cpu":
-        return size.rows / forward.rows * forward.kept
-    layers, columns = size.layer_columns
-    of_model, of_layer = ON_GPU[getattr(run, "mode", run.model_name)]
-    wide = 1 if run.precision == "bf16" else 2
-    return wide * size.rows * columns * (of_model + layers * of_layer)
+def beside_states(run: Run, counted: Counted, size: BatchSize) -> float:
+    """Bytes that a step needs at most beside its states."""
+    if torch.device(run.device).type != "cpu":
+        return kept_on_gpu(run, size)
+    assert counted.states is not None
+    # Gradients are among what a pass holds.
+    return max(size.rows / counted.rows * counted.held - counted.states.gradients, 0.0)
 
 
 def product_rate(device: torch.device, training: TrainingConfig) -> float:

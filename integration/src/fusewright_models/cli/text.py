@@ -55,9 +55,10 @@ from .commands import (
     train,
     usage_errors,
 )
-from .dry_run import BatchSize, Counted, counted, step_operations, tell
+from .dry_run import Counted, counted, step_operations, tell
 from .presets import TextPreset
 from .settings import SAMPLE_TOKENS, TEMPERATURE, TextSettings
+from .step_memory import BatchSize
 from .weights import begin
 
 PROMPT_TOKENS = 64
@@ -340,7 +341,7 @@ def train_on_text(
 def _tell(console: Console, run: TextRun, loss_function: Callable[[Any, Any], Any]) -> None:
     """What the run would take."""
     vocab_size = run.checked_vocab_size(make_tokenizer(run.tokenizer).vocab_size)
-    forward = _forward(run, vocab_size, loss_function)
+    forward = _forward(run, vocab_size, loss_function, with_memory=True)
     tokens = run.batch_size * run.seq_len
     shape = run.shape(vocab_size)
     columns = shape.layers, shape.dim
@@ -348,16 +349,26 @@ def _tell(console: Console, run: TextRun, loss_function: Callable[[Any, Any], An
     tell(console, run, run.title, forward, size)
 
 
-def _forward(run: TextRun, vocab_size: int, loss_function: Callable[[Any, Any], Any]) -> Counted:
-    """A pass over a vocabulary of that size, of one window that is as long as it has to be."""
+def _forward(
+    run: TextRun,
+    vocab_size: int,
+    loss_function: Callable[[Any, Any], Any],
+    *,
+    with_memory: bool = False,
+) -> Counted:
+    """A pass over a vocabulary of that size, of windows that are as long as they have to be: one
+    for operations alone, a batch where the memory of a step is asked for.
+    """
     on_cpu = torch.device(run.device).type == "cpu"
     # What plain torch keeps grows with the window, and its operations do not.
     length = min(run.seq_len, MOST_COUNTED if on_cpu else max(2, run.counted_length))
+    rows = run.batch_size if with_memory else 1
     with torch.device("meta"):
         model = run.built(vocab_size)
-        batch = run.batch(torch.zeros(1, length + 1, dtype=torch.int64))
-        optimizer_of(run, model)
-        return counted(model, lambda: loss_function(model, batch), length)
+        batch = run.batch(torch.zeros(rows, length + 1, dtype=torch.int64))
+        optimizer = optimizer_of(run, model) if with_memory else None
+        loss = lambda: loss_function(model, batch)  # noqa: E731
+        return counted(model, loss, rows * length, optimizer=optimizer)
 
 
 def _sample(model: StreamingModel, corpus: Corpus, seed: int) -> tuple[bytes, bytes]:

@@ -45,10 +45,11 @@ from .commands import (
     train,
     usage_errors,
 )
-from .dry_run import BatchSize, Counted, counted, step_operations, tell
+from .dry_run import Counted, counted, step_operations, tell
 from .options import LARGEST_SEED
 from .presets import TRANSFORMER_NP, TransformerNPPreset
 from .settings import TransformerNPSettings
+from .step_memory import BatchSize
 from .weights import begin
 
 COVERAGE = "held_out_coverage_"
@@ -268,20 +269,23 @@ def train_transformer_np(flags: dict[str, Any]) -> None:
 def _tell(console: Console, run: TransformerNPRun) -> None:
     """What the run would take."""
     run.source(padded=False)
-    forward, shape = _forward(run)
+    forward, shape = _forward(run, with_memory=True)
     columns = shape.layers, shape.width
     size = BatchSize(rows=forward.rows, unit="task", units=run.batch_size, layer_columns=columns)
     tell(console, run, "TransformerNP", forward, size)
 
 
-def _forward(run: TransformerNPRun) -> tuple[Counted, TransformerNPConfig]:
+def _forward(
+    run: TransformerNPRun, *, with_memory: bool = False
+) -> tuple[Counted, TransformerNPConfig]:
     """A pass of a batch that is drawn for it, and the model's shape."""
     task = run.sampler().sample(run.batch_size)
     with torch.device("meta"):
         model = run.built(task.x_target.shape[-1])
         batch = task.to("meta")
-        optimizer_of(run, model)
-        forward = counted(model, lambda: negative_log_likelihood(model, batch), task.tokens)
+        optimizer = optimizer_of(run, model) if with_memory else None
+        loss = lambda: negative_log_likelihood(model, batch)  # noqa: E731
+        forward = counted(model, loss, task.tokens, optimizer=optimizer)
     return forward._replace(parameters=model.parameter_count()), model.config
 
 

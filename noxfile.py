@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 import nox
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "ci"))
 
 import new_package  # noqa: E402
+import readme  # noqa: E402
 import workspace  # noqa: E402
 
 nox.needs_version = ">=2025.2.9"
@@ -243,6 +245,23 @@ def wheels(session: nox.Session, part: workspace.Project) -> None:
     session.run("python", "ci/check_env.py", str(part.folder), "--alone")
     session.install("./ci/testkit", *part.groups["test"], *CONSTRAINED)
     run_tests(session, part.tests)
+
+
+@nox.session(default=False)
+def wheelhouse(session: nox.Session) -> None:
+    """Build all wheels into dist/wheelhouse; install each from there, by name and alone."""
+    layer, parts = ".nox/third-party", [*PACKAGES, *workspace.integration()]
+    session.run("python", "ci/third_party.py", layer)
+    build_wheels(session, parts, "--no-build-isolation")
+    for part in parts:
+        alone = Path(session.create_tmp(), part.name)
+        session.run("python", "-m", "venv", "--without-pip", "--clear", str(alone))
+        python = sysconfig.get_path("scripts", "venv", {"base": str(alone)}) + "/python"
+        session.run(python, "ci/third_party.py", layer, external=True)
+        pip = ("python", "-m", "pip", "--python", python, "install", "-q", "--no-index")
+        session.run(*pip, "--find-links", readme.WHEELHOUSE, part.distribution)
+        check = ("ci/check_env.py", str(part.folder), "--alone", "--served")
+        session.run(python, *check, external=True)
 
 
 @nox.session(default=False)

@@ -3,6 +3,7 @@
     python ci/check_env.py packages/norm          that package and the testkit
     python ci/check_env.py packages/norm --alone  that package alone; its public modules import
     python ci/check_env.py integration            every package, the models and the testkit
+    python ci/check_env.py … --served             installed by name, from a folder of wheels alone
 
 Each must have been installed from a local wheel file and be imported from where it was installed,
 so that neither an index nor the source tree can stand in for what was built.
@@ -14,9 +15,11 @@ import argparse
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import pkgutil
 import sys
+from collections.abc import Container
 from pathlib import Path
 
 import workspace
@@ -54,39 +57,55 @@ def location_problem(import_name: str, distribution: importlib.metadata.Distribu
     return "" if places == [wanted] else f"is imported from {places}, wanted {wanted}"
 
 
-def problems(expected: dict[str, str]) -> list[str]:
-    """``expected`` maps each wanted distribution to its import name."""
+def problems(expected: dict[str, str], served: bool = False) -> list[str]:
+    """What speaks against the environment.
+
+    Args:
+        expected: the import name of each wanted distribution.
+        served: pip found the wheels in a folder that it was pointed at, by their names, and so
+            noted no origin.
+    """
     found = installed()
     told = [f"{name} is installed and should not be" for name in sorted(found.keys() - expected)]
     told += [f"{name} is not installed" for name in sorted(expected.keys() - found)]
     for name in sorted(found.keys() & expected):
-        for problem in (origin_problem(found[name]), location_problem(expected[name], found[name])):
+        origin = "" if served else origin_problem(found[name])
+        for problem in (origin, location_problem(expected[name], found[name])):
             if problem:
                 told.append(f"{name} {problem}")
     return told
 
 
-def import_public_modules(import_name: str) -> tuple[list[str], list[str]]:
-    """Imports every module of a package whose name has no leading underscore.
+def import_public_modules(
+    import_name: str, optional: Container[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Imports every module of a part whose name has no leading underscore.
+
+    Args:
+        import_name: the part's.
+        optional: the modules that its extras bring.
 
     Returns:
-        Names of those imported, and of those that want Triton where there is none, as beside torch
-        for CPUs: kernels, which the package itself must not import by then.
+        Names of those imported, and of those that want what is not installed and need not be:
+        kernels want Triton, which is missing beside torch for CPUs, some modules want an extra. The
+        part itself must import without.
     """
     package = importlib.import_module(import_name)
-    names, kernels = [import_name], []
+    names, wanting = [import_name], []
     for module in pkgutil.walk_packages(package.__path__, f"{import_name}."):
         if any(part.startswith("_") for part in module.name.split(".")):
             continue
+        kernels = module.name.rpartition(".")[2].startswith(KERNELS)
         try:
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:
-            if error.name != "triton" or not module.name.rpartition(".")[2].startswith(KERNELS):
+            missing = (error.name or "").partition(".")[0]
+            if not (kernels if missing == "triton" else missing in optional):
                 raise
-            kernels.append(module.name)
+            wanting.append(module.name)
         else:
             names.append(module.name)
-    return names, kernels
+    return names, wanting
 
 
 def main() -> int:
@@ -95,21 +114,24 @@ def main() -> int:
     parser.add_argument(
         "--alone", action="store_true", help="no testkit; import every public module"
     )
+    parser.add_argument("--served", action="store_true", help="by name, from a folder of wheels")
     arguments = parser.parse_args()
     project = workspace.find(arguments.name)
     wanted = workspace.needed_for(project)
     if not arguments.alone:
         wanted.append(workspace.kit())
-    told = problems({each.distribution: each.import_name for each in wanted})
+    told = problems({each.distribution: each.import_name for each in wanted}, arguments.served)
     for problem in told:
         print(f"check_env: {problem}", file=sys.stderr)
     if not told:
         print("check_env:", ", ".join(f"{each.distribution} {each.version}" for each in wanted))
     if not told and arguments.alone:
-        imported, kernels = import_public_modules(project.import_name)
+        extras = map(workspace.requirement_name, itertools.chain(*project.extras.values()))
+        optional = {name.replace("-", "_") for name in extras}
+        imported, wanting = import_public_modules(project.import_name, optional)
         print("check_env: imports", ", ".join(imported))
-        if kernels:
-            print("check_env: without Triton does not import", ", ".join(kernels))
+        if wanting:
+            print("check_env: without Triton or an extra does not import", ", ".join(wanting))
     return bool(told)
 
 

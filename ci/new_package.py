@@ -17,7 +17,6 @@ from pathlib import Path
 import readme
 import workspace
 
-TEMPLATE = workspace.ROOT / "ci/template"
 # What nox calls the parts that are no packages.
 TAKEN = ("integration", "new", "testkit")
 
@@ -39,7 +38,7 @@ def lay_out(name: str, root: Path = workspace.ROOT) -> workspace.Project:
     folder = root / "packages" / name
     if folder.exists() or name in TAKEN:
         raise SystemExit(f"wanted a new name, got {name!r}, which is taken")
-    sources = {p.relative_to(TEMPLATE): p for p in TEMPLATE.rglob("*") if p.is_file()}
+    sources = {p.relative_to(readme.TEMPLATE): p for p in readme.TEMPLATE.rglob("*") if p.is_file()}
     for path, source in sources.items():
         if "__pycache__" not in path.parts:
             target = folder / renamed(path.as_posix(), "example", name)

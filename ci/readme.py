@@ -1,19 +1,27 @@
-"""The package table and the picture of the root README, made from the packages themselves.
+"""What the READMEs say of the packages, made from the packages themselves.
 
-python ci/readme.py --check     fails where README.md says something else
+python ci/readme.py --check     fails where a README says something else
 python ci/readme.py --write
+
+In the root README the table of packages and its picture, in that of each part how it is installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 import public_api
+import release_check
 import workspace
 
-README = workspace.ROOT / "README.md"
-BEGIN, END = "<!-- packages: made by ci/readme.py -->", "<!-- end of packages -->"
+TEMPLATE = workspace.ROOT / "ci/template"
+ROOT_README = workspace.ROOT / "README.md"
+PACKAGES = "<!-- packages: made by ci/readme.py -->", "<!-- end of packages -->"
+INSTALL = "<!-- install: made by ci/readme.py -->", "<!-- end of install -->"
+# Where `nox -s wheelhouse` puts the wheels of all parts.
+WHEELHOUSE = "dist/wheelhouse"
 
 
 def operations(project: workspace.Project) -> list[str]:
@@ -49,21 +57,64 @@ def picture(projects: list[workspace.Project]) -> str:
     return ""
 
 
-def made(projects: list[workspace.Project]) -> str:
-    return table(projects) + picture(projects)
+def install(part: workspace.Project, repository: str) -> str:
+    """The commands that install a part, and for a package the one that a release brings.
+
+    Args:
+        part: a package is released once its changelog has a dated entry; the models, which need
+            packages beside them, never are.
+        repository: the address to clone from, or "".
+    """
+    word = part.distribution.removeprefix(f"{workspace.FAMILY}-")
+    folder, served = f"./packages/{word}", f"--find-links {WHEELHOUSE} {part.distribution}"
+    from_wheels = (served, "the wheels of `nox -s wheelhouse`")
+    if part.siblings:
+        # No package's name begins as _core does.
+        return shell([("./packages/[a-z]* ./integration", "from a clone"), from_wheels])
+    released = release_check.is_released((part.folder / "CHANGELOG.md").read_text())
+    lines = [(part.distribution, "")] if released else []
+    lines.append((folder, "from a clone"))
+    for extra in sorted(part.extras.keys() - {"triton"}):
+        beside = ", ".join(map(workspace.requirement_name, part.extras[extra]))
+        lines.append((f'"{folder}[{extra}]"', f"and {beside} beside it"))
+    if repository:
+        lines.append((f'"git+{repository}#subdirectory=packages/{word}"', "without a clone"))
+    commands = shell([*lines, from_wheels])
+    promise = f"No release is on an index yet; one brings `pip install {part.distribution}`."
+    return commands if released else f"{commands}\n\n{promise}"
 
 
-def with_made(text: str, new: str) -> str:
+def shell(lines: list[tuple[str, str]]) -> str:
+    """A block of calls of ``pip install``, each with its comment."""
+    width = max(len(what) for what, _ in lines)
+    commented = [f"{what:{width}}     # {why}" if why else what for what, why in lines]
+    told = [f"pip install {line}" for line in commented]
+    return "\n".join(["```sh", *told, "```"])
+
+
+def with_made(text: str, marks: tuple[str, str], new: str) -> str:
     """``text`` with the part between the two marks replaced."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, rest = text.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
     if not (begin and end):
-        raise ValueError(f"wanted the marks {BEGIN} and {END} in README.md, got none")
-    return f"{before}{BEGIN}\n{new}\n{END}{after}"
+        raise ValueError(f"wanted the marks {' and '.join(marks)} in a README.md, got none")
+    return f"{before}{begin}\n{new}\n{end}{after}"
+
+
+def made() -> dict[Path, str]:
+    """Each README with what it should say."""
+    packages, repository = workspace.packages(), workspace.repository()
+    front = table(packages) + picture(packages)
+    found = {ROOT_README: with_made(ROOT_README.read_text(), PACKAGES, front)}
+    for part in [*packages, *workspace.integration(), workspace.load(TEMPLATE)]:
+        path = part.folder / "README.md"
+        found[path] = with_made(path.read_text(), INSTALL, install(part, repository))
+    return found
 
 
 def write() -> None:
-    README.write_text(with_made(README.read_text(), made(workspace.packages())))
+    for path, text in made().items():
+        path.write_text(text)
 
 
 def main() -> int:
@@ -72,13 +123,14 @@ def main() -> int:
     which.add_argument("--check", action="store_true")
     which.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
-    text = README.read_text()
     if arguments.write:
         write()
-    elif text != with_made(text, made(workspace.packages())):
-        print("README.md is behind the packages: python ci/readme.py --write", file=sys.stderr)
-        return 1
-    return 0
+        return 0
+    behind = [path for path, text in made().items() if path.read_text() != text]
+    for path in behind:
+        name = path.relative_to(workspace.ROOT)
+        print(f"{name} is behind the packages: python ci/readme.py --write", file=sys.stderr)
+    return bool(behind)
 
 
 if __name__ == "__main__":

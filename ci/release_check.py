@@ -55,6 +55,11 @@ def package_of(tag: str, packages: list[workspace.Project]) -> str:
     return name
 
 
+def is_released(changelog: str) -> bool:
+    """Whether a changelog has a dated entry."""
+    return any(DATE.search(heading["rest"]) for heading in HEADING.finditer(changelog))
+
+
 def changelog_problems(text: str, version: str, core_changed: bool = False) -> list[str]:
     """The newest entry must be this version's, dated, and say something; of the core too, a line
     "- Core: ...", where that changed since the last release.

@@ -41,6 +41,7 @@ class Project:
     dependencies: tuple[str, ...]
     build_requirements: tuple[str, ...]
     groups: dict[str, tuple[str, ...]] = field(compare=False)
+    extras: dict[str, tuple[str, ...]] = field(compare=False)
 
     @property
     def name(self) -> str:
@@ -107,6 +108,7 @@ def load(folder: Path) -> Project:
         dependencies=tuple(project.get("dependencies", ())),
         build_requirements=tuple(table["build-system"]["requires"]),
         groups={name: tuple(expand_group(groups, name)) for name in groups},
+        extras={name: tuple(x) for name, x in project.get("optional-dependencies", {}).items()},
     )
 
 
@@ -119,6 +121,12 @@ def expand_group(groups: dict[str, list], name: str) -> list[str]:
         else:
             requirements += expand_group(groups, entry["include-group"])
     return requirements
+
+
+def repository(root: Path = ROOT) -> str:
+    """Where the repository is browsed and cloned; "" where pyproject.toml says nothing yet."""
+    with (root / "pyproject.toml").open("rb") as file:
+        return tomllib.load(file)["tool"]["fusewright"]["repository"].rstrip("/")
 
 
 def packages(root: Path = ROOT) -> list[Project]:

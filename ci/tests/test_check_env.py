@@ -26,8 +26,9 @@ def environment(tmp_path):
             [*command, "--no-index", *options, *map(str, files)], check=True, capture_output=True
         )
 
-    def problems(*projects):
-        code = f"import check_env; print(*check_env.problems({names(projects)!r}), sep='\\n')"
+    def problems(*projects, served=False):
+        call = f"check_env.problems({names(projects)!r}, {served})"
+        code = f"import check_env; print(*{call}, sep='\\n')"
         path = {"PYTHONPATH": str(workspace.ROOT / "ci")}
         told = subprocess.run(
             [python, "-c", code], env=os.environ | path, check=True, capture_output=True, text=True
@@ -69,6 +70,19 @@ def test_a_wheel_from_an_index_is_told(repository, build_wheels, environment):
     assert problems(norm) == ["fusewright-norm came from an index, wanted a local wheel file"]
 
 
+def test_wheels_installed_by_name_pass_where_no_origin_is_wanted(
+    repository, build_wheels, environment
+):
+    install, problems = environment
+    norm, memory = (workspace.find(name, repository) for name in ("norm", "memory-mlp"))
+    install("fusewright-norm", options=["--find-links", str(build_wheels(norm, memory))])
+    assert problems(norm, served=True) == []
+    assert problems(memory, served=True) == [
+        "fusewright-norm is installed and should not be",
+        "fusewright-memory-mlp is not installed",
+    ]
+
+
 def test_the_source_tree_in_front_is_told(repository, build_wheels, environment, monkeypatch):
     install, _ = environment
     norm = workspace.find("norm", repository)
@@ -89,21 +103,29 @@ class Installed:
 
 @pytest.mark.parametrize(
     ("module", "missing"),
-    [("kernels", "triton"), ("launch", "triton"), ("kernels", "numpy_of_another_name")],
+    [
+        ("kernels", "triton"),
+        ("adapter", "of_an_extra"),
+        ("launch", "triton"),
+        ("kernels", "numpy_of_another_name"),
+        ("__init__", "of_an_extra"),
+    ],
 )
-def test_kernels_alone_may_miss_triton(tmp_path, monkeypatch, module, missing):
+def test_kernels_alone_may_miss_triton_and_modules_an_extra(tmp_path, monkeypatch, module, missing):
     package = tmp_path / f"with_{missing}_in_{module}"
     package.mkdir()
-    texts = {"__init__": "", "kernels": "", "launch": "", module: f"import {missing}"}
+    empty = dict.fromkeys(("__init__", "kernels", "adapter", "launch"), "")
+    texts = empty | {module: f"import {missing}"}
     for name, text in texts.items():
         (package / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     # Missing, wherever this runs.
     monkeypatch.setitem(sys.modules, missing, None)
-    if (module, missing) != ("kernels", "triton"):
+    if (module, missing) not in {("kernels", "triton"), ("adapter", "of_an_extra")}:
         with pytest.raises(ModuleNotFoundError, match=missing):
-            check_env.import_public_modules(package.name)
+            check_env.import_public_modules(package.name, {"of_an_extra"})
         return
-    imported, kernels = check_env.import_public_modules(package.name)
-    assert imported == [package.name, f"{package.name}.launch"]
-    assert kernels == [f"{package.name}.kernels"]
+    imported, wanting = check_env.import_public_modules(package.name, {"of_an_extra"})
+    there = sorted({"kernels", "adapter", "launch"} - {module})
+    assert imported == [package.name, *(f"{package.name}.{name}" for name in there)]
+    assert wanting == [f"{package.name}.{module}"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import check_text
-import new_package
 import pytest
 import readme
 import workspace
@@ -34,7 +33,8 @@ def test_picture_is_the_first_that_a_package_has(repository):
 
 # What a package's README says, in this order: ten questions of a user, after what runs first.
 ANSWERS = (
-    "```sh\npip install fusewright-",
+    "<!-- install: ",
+    "```sh\npip install ",
     "```python\n",
     "## Operations\n",
     "how to fall back.**",
@@ -55,7 +55,7 @@ ANSWERS = (
 )
 
 
-FOLDERS = [new_package.TEMPLATE, *(package.folder for package in workspace.packages())]
+FOLDERS = [readme.TEMPLATE, *(package.folder for package in workspace.packages())]
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
@@ -67,10 +67,51 @@ def test_readme_of_a_package_answers_in_one_order(folder):
 
 
 def test_only_the_part_between_the_marks_is_replaced():
-    text = f"above\n{readme.BEGIN}\nold\n{readme.END}\nbelow\n"
-    assert readme.with_made(text, "new") == text.replace("old", "new")
-    with pytest.raises(ValueError, match="wanted the marks"):
-        readme.with_made("no marks", "new")
+    for marks in (readme.PACKAGES, readme.INSTALL):
+        text = f"above\n{marks[0]}\nold\n{marks[1]}\nbelow\n"
+        assert readme.with_made(text, marks, "new") == text.replace("old", "new")
+        with pytest.raises(ValueError, match="wanted the marks"):
+            readme.with_made("no marks", marks, "new")
+
+
+UNRELEASED = """\
+```sh
+pip install ./packages/norm                                  # from a clone
+pip install --find-links dist/wheelhouse fusewright-norm     # the wheels of `nox -s wheelhouse`
+```
+
+No release is on an index yet; one brings `pip install fusewright-norm`."""
+RELEASED = [
+    "pip install fusewright-norm",
+    "pip install ./packages/norm # from a clone",
+    'pip install "./packages/norm[fla]" # and fla-core beside it',
+    'pip install "git+https://example.org/ours#subdirectory=packages/norm" # without a clone',
+    "pip install --find-links dist/wheelhouse fusewright-norm # the wheels of `nox -s wheelhouse`",
+]
+
+
+def test_install_lines_are_those_that_work_today(repository):
+    norm = workspace.find("norm", repository)
+    changelog = norm.folder / "CHANGELOG.md"
+    changelog.write_text("## 0.1.0 - unreleased\n\n- First.\n")
+    assert readme.install(norm, "") == UNRELEASED
+    changelog.write_text("## 0.2.0 - unreleased\n\n## 0.1.0 - 2026-11-21\n\n- First.\n")
+    text = (norm.folder / "pyproject.toml").read_text()
+    extras = '[project.optional-dependencies]\nfla = ["fla-core>=0.6"]\ntriton = ["triton>=3.6"]\n'
+    (norm.folder / "pyproject.toml").write_text(text + extras)
+    norm = workspace.load(norm.folder)
+    begin, *lines, end = readme.install(norm, "https://example.org/ours").splitlines()
+    assert (begin, end) == ("```sh", "```")
+    assert [" ".join(line.split()) for line in lines] == RELEASED
+
+
+def test_install_line_of_the_models_names_every_package(repository):
+    (models,) = workspace.integration(repository)
+    (repository / "packages/_core").mkdir()
+    first = readme.install(models, "").splitlines()[1]
+    folders, whole = first.removeprefix("pip install ").partition("#")[0].split()
+    assert sorted(repository.glob(folders)) == [p.folder for p in workspace.packages(repository)]
+    assert (repository / whole).samefile(models.folder)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import shutil
@@ -83,6 +84,20 @@ def install_with_bumped(tmp_path, wheels, build_wheel):
         return subprocess.run(command, env=environment, capture_output=True, text=True)
 
     return install
+
+
+@pytest.mark.parametrize("name", [*PACKAGES, *(part.name for part in workspace.integration())])
+def test_part_is_installed_by_name_from_folders_of_wheels(wheels, tmp_path, name):
+    part, (built, others) = workspace.find(name), wheels
+    folders = [others, *(wheel.parent for wheel in built.values())]
+    command = [sys.executable, "-m", "pip", "install", "-q", "--isolated", "--no-index"]
+    command += ["--no-compile", "--ignore-installed", "--target", str(tmp_path)]
+    command += [f"--find-links={folder}" for folder in folders]
+    environment = os.environ | {"PIP_CONFIG_FILE": os.devnull}
+    subprocess.run([*command, part.distribution], env=environment, check=True)
+    found = {each.metadata["Name"] for each in importlib.metadata.distributions(path=[tmp_path])}
+    assert set(filter(workspace.is_ours, found)) == {part.distribution, *part.siblings}
+    assert (tmp_path / part.import_name.replace(".", "/") / "__init__.py").is_file()
 
 
 @pytest.mark.parametrize("name", PACKAGES)

@@ -22,7 +22,7 @@ def test_first_code_of_the_readme_runs(readme):
     torch.manual_seed(0)
     install, code, *_ = re.findall(r"^```(\w+)\n(.*?)^```", readme.read_text(), re.M | re.DOTALL)
     assert (install[0], code[0]) == ("sh", "python")
-    assert f"pip install fusewright-{readme.parent.name}\n" in install[1]
+    assert f"pip install ./packages/{readme.parent.name} " in install[1]
     exec(compile(code[1], str(readme), "exec"), {})
 
 

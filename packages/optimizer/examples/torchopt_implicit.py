@@ -1,7 +1,7 @@
 """A hyperparameter's gradient twice: by TorchOpt's implicit differentiation at the end of a
 training, and through all steps of that training.
 
-    pip install fusewright-optimizer torchopt
+    pip install ./packages/optimizer torchopt
     python torchopt_implicit.py
 
 Ridge regression with a learned strength s: the training solves

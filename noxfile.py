@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import nox
@@ -115,7 +116,16 @@ def install_isolated(session: nox.Session, part: workspace.Project) -> None:
     session.run("python", "ci/check_env.py", str(part.folder))
 
 
-def run_tests(session: nox.Session, folder: Path, cpu: str = "own") -> None:
+def install_alone(session: nox.Session, part: workspace.Project, files: list[str]) -> None:
+    """A part's wheels with all that they want, imported by themselves; then what its tests take."""
+    session.install(*files, *CONSTRAINED)
+    session.run("python", "ci/check_env.py", str(part.folder), "--alone")
+    session.install("./ci/testkit", *part.groups["test"], *CONSTRAINED)
+
+
+def run_tests(
+    session: nox.Session, folder: Path, cpu: str = "own", options: Sequence[str] | None = None
+) -> None:
     """Tests of a folder, from an empty one, so that only the installed wheel can be imported."""
     name = label(session) if cpu == "own" else f"{label(session)}-{cpu}"
     junit, env = RESULTS / f"{name}.xml", {**ONE_THREAD, **CPUS[cpu]}
@@ -124,7 +134,8 @@ def run_tests(session: nox.Session, folder: Path, cpu: str = "own") -> None:
             capability = env["ATEN_CPU_CAPABILITY"].upper()
             session.run("python", "-c", SERVED_BY.format(capability), env=env)
         command = ("python", "-m", "pytest", str(folder), *PYTEST, *SPREAD, "--durations=5")
-        session.run(*command, f"--junitxml={junit}", *session.posargs, env=env)
+        more = session.posargs if options is None else options
+        session.run(*command, f"--junitxml={junit}", *more, env=env)
 
 
 @nox.session
@@ -240,11 +251,22 @@ def gpu(session: nox.Session, part: workspace.Project) -> None:
 @each_part
 def wheels(session: nox.Session, part: workspace.Project) -> None:
     """A part's wheels alone in a fully fresh environment: imports first, then its tests."""
-    files = build_wheels(session, workspace.needed_for(part))
-    session.install(*files, *CONSTRAINED)
-    session.run("python", "ci/check_env.py", str(part.folder), "--alone")
-    session.install("./ci/testkit", *part.groups["test"], *CONSTRAINED)
+    install_alone(session, part, build_wheels(session, workspace.needed_for(part)))
     run_tests(session, part.tests)
+
+
+@nox.session(default=False)
+@each_package
+def build(session: nox.Session, part: workspace.Project) -> None:
+    """Build what a release uploads, the wheel from the sdist, and test that wheel alone."""
+    session.install(*group("release"), *CONSTRAINED)
+    staged, dist = (empty(ROOT / folder / label(session)) for folder in (".nox/staged", "dist"))
+    session.run("python", "ci/release_files.py", part.name, str(staged), *session.posargs)
+    session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist), str(staged))
+    session.run("twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
+    session.run("python", "ci/check_wheel.py", str(dist), str(part.folder))
+    install_alone(session, part, [str(path) for path in dist.glob("*.whl")])
+    run_tests(session, part.tests, options=())
 
 
 @nox.session(default=False)

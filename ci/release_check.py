@@ -113,6 +113,8 @@ def check(project: workspace.Project, tag: str | None) -> list[str]:
     told = []
     if tag is not None and tag != project.tag:
         told.append(f"wanted the tag {project.tag}, got {tag}")
+    if not workspace.repository(workspace.ROOT):
+        told.append("wanted the repository's address in the root pyproject.toml, got none")
     tags = git("tag", "--list", f"{project.name}-v*").splitlines()
     version = parse_version(project.version)
     last = last_release(project.name, version, tags)

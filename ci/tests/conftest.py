@@ -63,6 +63,9 @@ def write_part(
 def repository(tmp_path: Path) -> Path:
     """A repository of two packages, the models and the testkit."""
     root = tmp_path / "repository"
+    root.mkdir()
+    address = '[tool.fusewright]\nrepository = "https://example.org/ours"\n'
+    (root / "pyproject.toml").write_text(address)
     for name in ("norm", "memory-mlp"):
         code = f"fusewright/{name.replace('-', '_')}"
         write_part(

@@ -107,6 +107,12 @@ def test_a_good_release_passes_with_its_own_tag_alone(released):
     assert released("0.2.0", "", "norm-v0.2.1") == ["wanted the tag norm-v0.2.0, got norm-v0.2.1"]
 
 
+def test_nothing_is_released_without_the_repositorys_address(released, repository):
+    (repository / "pyproject.toml").write_text('[tool.fusewright]\nrepository = ""\n')
+    (told,) = released("0.2.0", "def layer_norm(x): ...\n", "norm-v0.2.0")
+    assert told == "wanted the repository's address in the root pyproject.toml, got none"
+
+
 def test_a_released_version_is_not_released_again(released):
     again, step = released("0.1.0", "def rms_norm(x): ...\n")
     assert again == "norm-v0.1.0 is released already: raise the version"

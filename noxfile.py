@@ -159,12 +159,12 @@ def cpus(session: nox.Session, part: workspace.Project) -> None:
 
 @nox.session(default=False, venv_backend="none")
 def full(session: nox.Session) -> None:
-    """Queue what the quick tier leaves out: all cases, GPUs, mutations, wheels, floors, CPUs."""
+    """Queue what the quick tier leaves out: all cases, GPUs, mutations, wheels, versions, CPUs."""
     session.notify("typing")
     session.notify("mutations")
     for part in [*PACKAGES, *workspace.integration()]:
         session.notify(f"tests({part.name})", ["-m", "not gpu"])
-        for name in ("wheels", "minimums", "cpus"):
+        for name in ("wheels", "minimums", "newest", "cpus"):
             session.notify(f"{name}({part.name})", [])
 
 
@@ -296,6 +296,17 @@ def minimums(session: nox.Session, part: workspace.Project) -> None:
     projects = [*workspace.needed_for(part), workspace.kit()]
     session.install("-r", str(floors), "-c", str(floors), *build_wheels(session, projects))
     session.run("python", "ci/check_env.py", str(part.folder))
+    run_tests(session, part.tests)
+
+
+@nox.session(default=False)
+@each_part
+def newest(session: nox.Session, part: workspace.Project) -> None:
+    """A part's tests on the newest versions that pip resolves, without constraints."""
+    projects = [*workspace.needed_for(part), workspace.kit()]
+    session.install(*build_wheels(session, projects), *part.groups["test"])
+    session.run("python", "ci/check_env.py", str(part.folder))
+    session.run("python", "-m", "pip", "list")
     run_tests(session, part.tests)
 
 

@@ -185,7 +185,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 @each_part_and_new
 def typing(session: nox.Session, part: workspace.Project | None) -> None:
-    """mypy on a part's source; for a package also that its public surface is fully typed."""
+    """mypy on a part's source; a fully typed public surface; calls typed as their forward."""
     part = part or laid_out(session)
     install_isolated(session, part)
     session.install(*group("typing"), *CONSTRAINED)
@@ -193,6 +193,7 @@ def typing(session: nox.Session, part: workspace.Project | None) -> None:
     session.run("mypy", source, *session.posargs, env={"MYPYPATH": source})
     if part.is_package:
         session.run("python", "ci/public_types.py", str(part.folder))
+    session.run("python", "ci/typed_calls.py", str(part.folder))
 
 
 @nox.session(default=False)

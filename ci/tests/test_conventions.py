@@ -7,7 +7,9 @@ import sys
 import tomllib
 from collections.abc import Iterator
 
+import public_api
 import pytest
+import typed_calls
 import workspace
 
 MOST_CONSTANTS = 9
@@ -71,3 +73,34 @@ def test_constants_of_a_kernel_are_one_record_or_few(part):
         assert len(constants) <= MOST_CONSTANTS, (name, kernel.name)
         if part.name in ("hyper-connections", "reversible"):
             assert "CONFIG" not in constants, (name, kernel.name)
+
+
+PARTS = [*workspace.packages(), *workspace.integration()]
+# What torch's modules and optimizers have too, whose docstring `help` shows where ours has none.
+TORCHS = {"__init__", "extra_repr", "forward", "reset_parameters", "step", "zero_grad"}
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_module_types_its_call_by_its_forward(part):
+    for name, tree in sources(part):
+        for module in filter(typed_calls.is_module, ast.walk(tree)):
+            typed = [
+                ast.unparse(method.decorator_list[0])
+                for node in module.body
+                if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+                for method in node.body
+                if isinstance(method, ast.FunctionDef) and method.name == "__call__"
+            ]
+            assert typed == ["called_as(forward)"], (name, module.name)
+
+
+@pytest.mark.parametrize("part", workspace.packages(), ids=lambda part: part.name)
+def test_help_of_a_public_class_speaks_of_ours(part):
+    read = public_api.folder_reader(part.import_folder)
+    for name in public_api.exported(public_api.parse(read, "__init__.py")):
+        file, inside = public_api.definition(read, "__init__.py", name)
+        for each in public_api.parse(read, file).body:
+            if isinstance(each, ast.ClassDef) and each.name == inside and each.bases:
+                methods = [node for node in each.body if isinstance(node, ast.FunctionDef)]
+                mute = {m.name for m in methods if not ast.get_docstring(m)}
+                assert mute & TORCHS == set(), name

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
+from ._core.typed import called_as
 from .cli.presets import HYBRID_PRESETS, TITAN_MAC_PRESETS, TextPreset
 from .models.hybrid import HybridConfig, HybridLM
 from .models.titan_mac import TitanMAC, TitanMACConfig
@@ -173,6 +174,11 @@ class LanguageModel(BaseModel):
                 return self.model.logits(found[0] if isinstance(found, tuple) else found)
             found = self.model(tokens, targets=targets)
             return found if isinstance(found, Tensor) else found.total
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
 
 
 def shard(

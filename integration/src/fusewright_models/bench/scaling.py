@@ -253,8 +253,8 @@ def measure(
             held = stepper.held
             for _ in range(3):
                 communication = timed(lambda: averaged(held, 10)) / 10
-    peak = peak_memory(device) / 2**20 if on_gpu else None
-    return Taken(Time.of(samples), communication, peak)
+    peak = peak_memory(device) if on_gpu else None
+    return Taken(Time.of(samples), communication, None if peak is None else peak / 2**20)
 
 
 def averaged(held: HeldGradients, times: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor, nn
 
+from .._core.typed import called_as
 from ..choices import MemoryRule
 from ..cli.commands import usage_errors
 from ..cli.options import LARGEST_SEED
@@ -113,6 +114,11 @@ class MemoryModel(nn.Module):
         x = self.embedding(tokens)
         y, _, stats = self.memory(self.norm(x))
         return self.logits(self.output_norm(x + y)), stats
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
 
 
 def told_loss(model: MemoryModel, batch: TextBatch) -> Told:

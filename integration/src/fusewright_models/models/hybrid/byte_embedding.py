@@ -10,11 +10,14 @@ W for each byte.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fusewright.norm import Backend, RMSNorm
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from ..._core.typed import called_as
 
 POSITIONS, BYTES = 32, 256
 ROWS = POSITIONS * BYTES
@@ -67,6 +70,11 @@ class ByteEmbedding(nn.Module):
         mean, deviation = root / ROWS, (1.0 / ROWS - counts / ROWS**2).sqrt()
         standard = (summed / root - mean * self.weight.sum(0)) / deviation
         return self.norm(standard).view(*tokens.shape, self.weight.shape[1])
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
 
     def token_bytes(self) -> list[bytes]:
         """Those that it was made of, each as far as it was taken."""

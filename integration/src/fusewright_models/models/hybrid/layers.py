@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fusewright.deltanet import GatedDeltaNet
 from fusewright.feed_forward import SwiGLU
@@ -12,6 +12,7 @@ from fusewright.norm import Backend, RMSNorm
 from fusewright.reversible import Tape
 from torch import Tensor, nn
 
+from ..._core.typed import called_as
 from ..checkpointing import recomputed
 from ..documents import Documents
 from .config import HybridConfig
@@ -123,6 +124,11 @@ class HybridLayer(nn.Module):
             return self._force(x, kept, given, observe, documents)
 
         return recomputed(self.checkpointing, layer, x)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
 
     def _force(
         self,

@@ -29,6 +29,7 @@ from fusewright.norm import Backend, RMSNorm
 from fusewright.reversible import MidpointStack, Passed
 from torch import Tensor, nn
 
+from ..._core.typed import called_as
 from ..checks import check_backend, check_synchronised, check_targets, check_tokens
 from ..documents import IGNORED, Documents, checked_documents
 from ..parts import Relay, check_parts
@@ -215,6 +216,11 @@ class HybridLM(nn.Module, Published):
             raise ValueError(f"wanted two tokens or more in a row; got {list(tokens.shape)}")
         with self._precision():
             return self._losses(tokens, targets, dense, observe, documents, max_seqlen)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
 
     @torch.no_grad()
     def read(

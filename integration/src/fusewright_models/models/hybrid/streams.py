@@ -21,12 +21,14 @@ Xie et al., mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880, eq. 1
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from fusewright.hyper_connections import stream_coefficients, stream_read, stream_write
 from fusewright.norm import Backend, sinkhorn_knopp
 from torch import Tensor, nn
+
+from ..._core.typed import called_as
 
 # Streams that can be mixed.
 MOST = 64
@@ -102,6 +104,11 @@ class StreamMixer(nn.Module):
         reading = self.read(x)
         y, besides = layer(reading.u)
         return self.write(reading, y), besides
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
 
     def read(self, x: Tensor) -> Reading:
         """What a layer reads of streams ``[..., n, C]``."""

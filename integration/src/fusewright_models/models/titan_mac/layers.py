@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from fusewright.norm import RMSNorm, add_rms_norm
 from torch import Tensor, nn
 
 from ..._core.documents import rows_before
+from ..._core.typed import called_as
 from .config import TitanMACConfig
 from .packed import Packed
 from .rotation import Rotation
@@ -114,6 +115,11 @@ class Attention(nn.Module):
             options |= packed.for_attention
         return sliding_window_attention(q, k, v, window, self.prefix, **options).flatten(-2)
 
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
+
 
 class SigmoidGate(nn.Module):
     """y * sigmoid(r W + b): what the attention says, gated by what the memory reads."""
@@ -124,6 +130,11 @@ class SigmoidGate(nn.Module):
 
     def forward(self, y: Tensor, r: Tensor) -> Tensor:
         return y * torch.sigmoid(self.linear(r))
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
 
 
 class NormalizedGate(nn.Module):
@@ -136,6 +147,11 @@ class NormalizedGate(nn.Module):
 
     def forward(self, y: Tensor, r: Tensor) -> Tensor:
         return self.output_norm(y) * F.silu(self.memory_norm(r))
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
 
 
 GATE_LAYERS = {"sigmoid": SigmoidGate, "normalized": NormalizedGate}
@@ -168,6 +184,11 @@ class MemoryLayer(nn.Module):
         """``n [B, T, d]``, the tokens from ``position`` on, to what the stream gets of them."""
         read, memory = read_and_learned(self.memory, n, state, packed)
         return read, state._replace(memory=memory)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
 
 
 class AttentionLayer(nn.Module):
@@ -212,6 +233,11 @@ class WindowAttention(AttentionLayer):
             read, memory = read_and_learned(self.memory, n, state, packed)
             y, state = self.gate(y, read), state._replace(memory=memory)
         return self.output(y), state
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
 
 
 class SegmentAttention(AttentionLayer):
@@ -292,6 +318,11 @@ class SegmentAttention(AttentionLayer):
             y = self.gate(y, self.memory.outputs(Reads.joined(reads)))
         return self.output(y), state
 
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
+
     def _queries(self, n: Tensor, before: Tensor, packed: Packed | None) -> Tensor:
         """Of ``n [B, T, d]`` what the memory is asked, ``[B, T, heads, D]``; the convolution sees
         the rows ``before``, or those of its own document.
@@ -348,6 +379,11 @@ class Block(nn.Module):
             n, x = add_rms_norm(x, added, norm.weight, eps=norm.eps, backend=self.backend)
             after.append(carried)
         return x + self.feed_forward(n), tuple(after)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
 
     def writers(self) -> list[nn.Linear]:
         """The products that write to the stream."""

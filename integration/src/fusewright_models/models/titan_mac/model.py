@@ -47,6 +47,7 @@ from fusewright.norm import RMSNorm
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..._core.typed import called_as
 from ..checkpointing import recomputed
 from ..checks import (
     autocast_dtype,
@@ -253,6 +254,11 @@ class TitanMAC(nn.Module, Published):
             return (hidden, after) if packed is None else (packed.layout.in_rows(hidden), None)
         head = self.embedding.weight
         return linear_cross_entropy(hidden, head, targets.long(), backend=self.backend)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
 
     def _read(
         self,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from ..._core.padding import (
     padding_of,
 )
 from ..._core.precision import without_autocast
+from ..._core.typed import called_as
 from ...choices import Checkpointing, Norm
 from ..checks import autocast_dtype, check_config, check_head_width
 from .projections import projected
@@ -152,6 +153,11 @@ class Embedder(nn.Module):
         dtype = None if rows.dtype == torch.float64 else autocast_dtype(rows.device)
         return self.output(silu_linear(rows, weight, dtype=dtype, backend=self.backend))
 
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
+
     def waves(self, x: Tensor) -> Tensor:
         """``x [..., d_x]`` and behind it its sines and cosines, of all frequencies of a coordinate
         side by side.
@@ -208,6 +214,11 @@ class Attention(nn.Module):
             kept.append(KeysValues(k, v))
         return self._attended(q, KeysValues(k, v), output, lengths)
 
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
+
     def of_targets(
         self,
         rows: Tensor,
@@ -254,6 +265,11 @@ class FeedForward(nn.Module):
     def forward(self, b: Tensor, matrices: Sequence[Tensor]) -> Tensor:
         """``matrices`` are the module's own, as products take them."""
         return feed_forward(b, *matrices, backend=self.backend)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
 
     def padding(self) -> list[Tensor]:
         """Views of the stored weights that are not part of the model."""
@@ -312,6 +328,11 @@ class Block(nn.Module):
                 group=group,
             )
             return self._summed(h, update, attend, matrices[3:], first)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
 
     def of_context(
         self,

@@ -41,6 +41,7 @@ from fusewright.norm import LayerNorm
 from torch import Tensor, nn
 
 from ..._core.precision import without_autocast
+from ..._core.typed import called_as
 from ..checkpointing import recomputed
 from ..checks import check_backend, check_synchronised
 from ..published import Published
@@ -237,6 +238,11 @@ class TransformerNP(nn.Module, Published):
             return params
         return self.head.loss(params, y_target, _mask(y_target, target_lengths))
 
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
+
     def encode(
         self, x_context: Tensor, y_context: Tensor, context_lengths: Tensor | None = None
     ) -> EncodedContext:
@@ -347,7 +353,8 @@ class TransformerNP(nn.Module, Published):
         """``forward``, with y_target refused before it where it does not fit."""
         inputs = dict(zip(AXES, rows, strict=True))
         self._check(inputs, context_lengths, target_lengths)
-        return self(*rows[:3], context_lengths, target_lengths)
+        x_context, y_context, x_target = rows[:3]
+        return self(x_context, y_context, x_target, context_lengths, target_lengths)
 
     def _check(
         self,

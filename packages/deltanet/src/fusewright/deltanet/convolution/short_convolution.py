@@ -10,12 +10,15 @@ order.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import nn
 
 from .._core.backends import Backend, uses_triton
 from .._core.precision import without_autocast
 from .._core.registration import Derivative, Op, empty_grad
+from .._core.typed import called_as
 from . import launch, reference
 
 Tensor = torch.Tensor
@@ -110,6 +113,7 @@ class ShortConvolution(nn.Conv1d):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        """Take the arguments that the class names."""
         super().__init__(
             *(channels, channels, kernel_size),
             groups=channels,
@@ -133,6 +137,11 @@ class ShortConvolution(nn.Conv1d):
             history=history,
             backend=self.backend,
         )
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
 
     def next_history(self, x: Tensor, history: Tensor) -> Tensor:
         """The history of the tokens that follow: the last of history and x."""

@@ -9,12 +9,15 @@ these are added in a fixed order.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import nn
 
 from .._core.backends import Backend, uses_triton
 from .._core.precision import without_autocast
 from .._core.registration import Derivative, Op, empty_grad
+from .._core.typed import called_as
 from . import launch, reference
 
 Tensor = torch.Tensor
@@ -92,10 +95,17 @@ class GatedRMSNorm(nn.RMSNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        """Take the arguments that the class names."""
         super().__init__(width, eps, device=device, dtype=dtype)
         self.backend = backend
 
     def forward(self, o: Tensor, gate: Tensor | None = None) -> Tensor:
+        """``o`` and ``gate``: ``[..., width]``; returns the same shape."""
         assert self.weight is not None
         assert self.eps is not None
         return gated_norm(o, self.weight, gate, self.eps, backend=self.backend)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...

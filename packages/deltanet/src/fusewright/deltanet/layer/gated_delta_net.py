@@ -16,7 +16,7 @@ Yang, Kautz, Hatamizadeh, Gated Delta Networks: Improving Mamba2 with Delta Rule
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from torch import nn
 from .._core.checks import check_cu_seqlens, check_option
 from .._core.linears import linears_of
 from .._core.precision import wide
+from .._core.typed import called_as
 from ..common.unit_length import unit_length
 from ..convolution.short_convolution import ShortConvolution
 from ..gated_norm.gated_norm import GatedRMSNorm
@@ -98,6 +99,7 @@ class GatedDeltaNet(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        """Take the arguments that the class names."""
         super().__init__()
         check_option("backend", backend, BACKENDS)
         self.num_v_heads: int = num_heads if num_v_heads is None else num_v_heads
@@ -184,6 +186,11 @@ class GatedDeltaNet(nn.Module):
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, x)
         return self.run(x, mask, cu_seqlens, None)[0]
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
 
     def decode(
         self, x: Tensor, cache: DeltaNetCache | None = None, mask: Tensor | None = None

@@ -37,6 +37,7 @@ class PaddedLayer(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        """Take the arguments that the class names."""
         dim = checked_count("dim", dim)
         hidden_width = checked_count("hidden_width", hidden_width)
         check_backend(backend)
@@ -76,6 +77,7 @@ class PaddedLayer(nn.Module):
         return padding_of(self)
 
     def extra_repr(self) -> str:
+        """Say the module's options, for ``print``."""
         return (
             f"{self.output.out_features}, {self.hidden_width}, "
             f"stored_width={self.output.in_features}, backend={self.backend!r}"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from torch import Tensor, nn
 
+from .._core.typed import called_as
 from ..common.padded_layer import PaddedLayer
 from .feed_forward import feed_forward
 
@@ -41,3 +44,8 @@ class FeedForward(PaddedLayer):
     def forward(self, x: Tensor) -> Tensor:
         """``x [..., d]`` to the same shape, as :func:`feed_forward`, which says what it raises."""
         return feed_forward(x, self.hidden.weight, self.output.weight, backend=self.backend)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...

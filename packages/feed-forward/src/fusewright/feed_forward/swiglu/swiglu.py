@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from torch import Tensor, nn
 
+from .._core.typed import called_as
 from ..common.padded_layer import PaddedLayer
 from .gated_feed_forward import gated_feed_forward
 
@@ -43,3 +46,8 @@ class SwiGLU(PaddedLayer):
         raises.
         """
         return gated_feed_forward(x, self.joint.weight, self.output.weight, backend=self.backend)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...

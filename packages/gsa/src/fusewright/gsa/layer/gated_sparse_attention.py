@@ -14,7 +14,7 @@ Gated Sparse Attention, arXiv 2601.15305; Su et al., RoFormer, arXiv 2104.09864.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from torch import nn
 from .._core.backends import Backend, check_backend
 from .._core.checks import check_option, checked_count, checked_number
 from .._core.linears import linears_of
+from .._core.typed import called_as
 from ..common.checks import (
     FORMS,
     HIGHEST_SCALE,
@@ -152,6 +153,7 @@ class GatedSparseAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        """Take the arguments that the class names."""
         super().__init__()
         check_backend(backend)
         check_option("path", path, PATHS)
@@ -249,6 +251,11 @@ class GatedSparseAttention(nn.Module):
         """
         return self._attend(x, selection, mask, cu_seqlens)[:2]
 
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
+
     def forward_with_loss(
         self,
         x: Tensor,
@@ -331,6 +338,7 @@ class GatedSparseAttention(nn.Module):
         return self._output(o, gate)
 
     def extra_repr(self) -> str:
+        """Say the module's options, for ``print``."""
         counts = ", ".join(f"{name}={value}" for name, value in self.counts.items())
         return f"heads={self.heads}, key_heads={self.key_heads}, {counts}"
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._core.precision import wide, without_autocast
+from .._core.typed import called_as
 from .reference import gates_of
 
 
@@ -44,6 +45,7 @@ class Gates(nn.Module):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
+        """Take the arguments that the class names."""
         super().__init__()
         self.heads = heads
         self.constant_theta: float | None = None if theta == "learned" else float(theta)
@@ -65,6 +67,11 @@ class Gates(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``x [B, T, dim]`` to alpha, eta and theta ``[B, T, heads]``."""
         return gates_of(self.logits(x), self.heads, self.largest, self.constant_theta)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
 
     def logits(self, x: Tensor) -> Tensor:
         """``[B, T, n * heads]``, of alpha above eta above rate, if that is learned."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._core.backends import Backend
+from .._core.typed import called_as
 from .memory_input import memory_queries
 
 KeyNorm = Literal["l2", "rms"]
@@ -45,6 +46,7 @@ class Projections(nn.Module):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
+        """Take the arguments that the class names."""
         super().__init__()
         self.heads = heads
         self.width: int = heads * head_dim
@@ -80,6 +82,11 @@ class Projections(nn.Module):
             return self.joint(x)
         for_queries, for_writes = self.joint.weight.split((self.width, 2 * self.width))
         return torch.cat((F.linear(queries, for_queries), F.linear(x, for_writes)), -1)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
 
     def queries_of(self, queries: Tensor, before: Tensor | None) -> Tensor:
         """``[B, S, dim]`` to ``[B, S, heads, D]``; the convolution sees ``before [B, n, dim]``

@@ -13,7 +13,7 @@ Behrouz, Zhong, Mirrokni, Titans: Learning to Memorize at Test Time, arXiv 2501.
 from __future__ import annotations
 
 import itertools
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from .._core.backends import Backend
 from .._core.checks import check_option, checked_count
 from .._core.documents import check_documents, layout_of
+from .._core.typed import called_as
 from ..common.checks import checked_positive
 from ..common.weights import Weights
 from ..inputs.gates import Gates
@@ -154,6 +155,7 @@ class NeuralMemory(WritingMemory):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        """Take the arguments that the class names."""
         if theta != "learned":
             theta = checked_positive("theta", theta)
         if residual_norm is None:
@@ -293,6 +295,11 @@ class NeuralMemory(WritingMemory):
         reads, state, stats = self.advance(x, state, **options)
         return self.outputs(reads), state, stats
 
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
+
     def advance(
         self,
         x: Tensor,
@@ -377,6 +384,7 @@ class NeuralMemory(WritingMemory):
         return read(self.rules, q, weights)
 
     def extra_repr(self) -> str:
+        """Say the module's options, for ``print``."""
         sizes = f"{self.dim}, heads={self.heads}, head_dim={self.head_dim}, hidden={self.hidden}"
         rules = ", ".join(f"{name}={value!r}" for name, value in self.rules._asdict().items())
         return f"{sizes}, {rules}, outer_grad={self.outer_grad!r}"

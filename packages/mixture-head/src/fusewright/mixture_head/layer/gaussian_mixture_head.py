@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from .._core.padding import (
     padded_width,
     padding_of,
 )
+from .._core.typed import called_as
 from ..common.scale import EPS, LOG_SIGMA_RANGE, Scale, checked_scale
 from ..heads.grouped_heads import check_recompute, grouped_heads
 from ..mixture.distribution import (
@@ -80,6 +81,7 @@ class GaussianMixtureHead(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        """Take the arguments that the class names."""
         width = checked_count("width", width)
         hidden_width = checked_count("hidden_width", hidden_width)
         components = checked_count("components", components)
@@ -137,6 +139,11 @@ class GaussianMixtureHead(nn.Module):
         params = grouped_heads(t, self.hidden.weight, self.output, **options)
         return params.unflatten(-2, self.grid)
 
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
+
     def loss(self, params: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
         """Minus the mean log p(y) over the targets ``y [..., d_y]`` that count."""
         return mixture_nll(params, y, mask, **self.scale_options, backend=self.backend)
@@ -166,6 +173,7 @@ class GaussianMixtureHead(nn.Module):
         return mixture_quantiles(params, levels, **self.scale_options)
 
     def extra_repr(self) -> str:
+        """Say the module's options, for ``print``."""
         outputs, components = self.grid
         return (
             f"{self.hidden.in_features}, {self.hidden_width}, {components}, outputs={outputs}, "

@@ -11,10 +11,13 @@ Ba, Kiros and Hinton, Layer Normalization, arXiv 1607.06450.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from .._core.backends import Backend, uses_triton
 from .._core.checks import checked_number
+from .._core.typed import called_as
 from ..row_norm.checks import check_rows, check_vector
 from ..row_norm.layer_norm import LayerNorm
 from .norm_linear import check_linear, norm_linear
@@ -95,6 +98,7 @@ class LayerNormLinear(torch.nn.Module):
         norm_bias: bool = True,
         backend: Backend = "auto",
     ) -> None:
+        """Take the arguments that the class names."""
         super().__init__()
         self.norm = LayerNorm(
             in_features, eps, elementwise_affine, norm_bias, device, dtype, backend=backend
@@ -109,3 +113,8 @@ class LayerNormLinear(torch.nn.Module):
             eps=norm.eps,
             backend=norm.backend,
         )
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...

@@ -11,10 +11,13 @@ Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv 1910.07467.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from .._core.backends import Backend, uses_triton
 from .._core.checks import checked_number
+from .._core.typed import called_as
 from ..row_norm.checks import check_rows, check_vector, checked_eps
 from ..row_norm.rms_norm import RMSNorm
 from .norm_linear import check_linear, norm_linear
@@ -85,6 +88,7 @@ class RMSNormLinear(torch.nn.Module):
         weight_offset: float = 0.0,
         backend: Backend = "auto",
     ) -> None:
+        """Take the arguments that the class names."""
         super().__init__()
         self.norm = RMSNorm(
             *(in_features, eps, elementwise_affine, device, dtype),
@@ -102,3 +106,8 @@ class RMSNormLinear(torch.nn.Module):
             weight_offset=norm.weight_offset,
             backend=norm.backend,
         )
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...

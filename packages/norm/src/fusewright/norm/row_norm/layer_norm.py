@@ -19,12 +19,15 @@ Ba, Kiros and Hinton, Layer Normalization, arXiv 1607.06450.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from .._core.backends import Backend, uses_triton
 from .._core.checks import check_same, checked_number
 from .._core.precision import wide
 from .._core.registration import Derivative, Op, empty_grad
+from .._core.typed import called_as
 from . import launch, launch_backward, reference
 from .checks import check_module, check_rows, check_vector, flat_rows
 
@@ -265,6 +268,7 @@ class LayerNorm(torch.nn.LayerNorm):
         *,
         backend: Backend = "auto",
     ) -> None:
+        """Take the arguments that the class names."""
         check_module(normalized_shape, backend)
         super().__init__(
             normalized_shape, eps, elementwise_affine, bias=bias, device=device, dtype=dtype
@@ -276,5 +280,11 @@ class LayerNorm(torch.nn.LayerNorm):
         rows, *vectors = flat_rows(x, self.normalized_shape, self.weight, self.bias)
         return layer_norm(rows, *vectors, eps=self.eps, backend=self.backend).view(x.shape)
 
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
+
     def extra_repr(self) -> str:
+        """Say the module's options, for ``print``."""
         return f"{super().extra_repr()}, backend={self.backend!r}"

@@ -19,6 +19,7 @@ Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv 1910.07467.
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +27,7 @@ from .._core.backends import Backend, uses_triton
 from .._core.checks import check_same, checked_number
 from .._core.precision import wide
 from .._core.registration import Derivative, Op, empty_grad
+from .._core.typed import called_as
 from . import launch, launch_backward, reference
 from .checks import check_module, check_rows, check_vector, checked_eps, flat_rows
 
@@ -257,6 +259,7 @@ class RMSNorm(torch.nn.RMSNorm):
         weight_offset: float = 0.0,
         backend: Backend = "auto",
     ) -> None:
+        """Take the arguments that the class names."""
         check_module(normalized_shape, backend)
         weight_offset = checked_number("weight_offset", weight_offset)
         # torch's constructor resets the parameters, which needs the offset.
@@ -276,7 +279,13 @@ class RMSNorm(torch.nn.RMSNorm):
         )
         return y.view(x.shape)
 
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
+
     def extra_repr(self) -> str:
+        """Say the module's options, for ``print``."""
         return (
             f"{super().extra_repr()}, weight_offset={self.weight_offset}, backend={self.backend!r}"
         )

@@ -18,7 +18,7 @@ Yang, Kautz and Hatamizadeh, Gated Delta Networks, arXiv 2412.06464.
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -26,6 +26,7 @@ from .._core.backends import Backend, uses_triton
 from .._core.checks import check_option, check_same, checked_number
 from .._core.precision import wide
 from .._core.registration import Derivative, Op, empty_grad
+from .._core.typed import called_as
 from . import launch, launch_backward, reference
 from .checks import check_rows, check_vector, checked_eps, flat_rows
 from .rms_norm import RMSNorm
@@ -180,6 +181,7 @@ class RMSNormGated(RMSNorm):
         weight_offset: float = 0.0,
         backend: Backend = "auto",
     ) -> None:
+        """Take the arguments that the class names."""
         check_option("activation", activation, ACTIVATIONS)
         super().__init__(
             *(normalized_shape, eps, elementwise_affine, device, dtype),
@@ -203,5 +205,11 @@ class RMSNormGated(RMSNorm):
         )
         return y.view(x.shape)
 
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...  # type: ignore[override]
+
     def extra_repr(self) -> str:
+        """Say the module's options, for ``print``."""
         return f"{super().extra_repr()}, activation={self.activation!r}"

@@ -105,6 +105,7 @@ class AdamW(PlannedOptimizer):
         seed: int = 0,
         backend: Backend = "auto",
     ) -> None:
+        """Take the arguments that the class names."""
         self._prepare(max_grad_norm, skip_nonfinite, backend)
         check_storage(state_dtype, rounding, seed)
         self.state_dtype: torch.dtype | None = state_dtype

@@ -93,6 +93,7 @@ class LearnedOptimizer(StatisticsOptimizer):
         skip_nonfinite: bool | None = None,
         backend: Backend = "auto",
     ) -> None:
+        """Take the arguments that the class names."""
         if not isinstance(mlp, UpdateMLP):
             raise TypeError(f"mlp must be an UpdateMLP, got {type(mlp).__name__}")
         self.mlp = mlp

@@ -12,7 +12,7 @@ launches parameters, gradients and statistics are constants. Plain torch differe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from .._core.backends import Backend, check_backend, decline, uses_triton
 from .._core.checks import checked_count
+from .._core.typed import called_as
 from ..common.statistics.checks import tensor_obstacle
 from ..common.statistics.reference import (
     START_DECAYS,
@@ -68,6 +69,7 @@ class UpdateMLP(nn.Module):
     def __init__(
         self, extra_features: int = 0, *, exp_mult: float = 0.001, step_mult: float = 0.01
     ) -> None:
+        """Take the arguments that the class names."""
         super().__init__()
         self.extra_features: int = checked_count("extra_features", extra_features, lowest=0)
         self.exp_mult: float = float(exp_mult)
@@ -87,6 +89,7 @@ class UpdateMLP(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def extra_repr(self) -> str:
+        """Say the module's options, for ``print``."""
         return (
             f"extra_features={self.extra_features}, exp_mult={self.exp_mult}, "
             f"step_mult={self.step_mult}"
@@ -115,6 +118,11 @@ class UpdateMLP(nn.Module):
     ) -> tuple[list[Tensor], list[Statistics]]:
         """One step as a function: see ``fusewright.optimizer.learned_update``."""
         return learned_update(self, params, gradients, statistics, extra, backend=backend)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
 
 
 def learned_init(params: Sequence[Tensor]) -> list[Statistics]:

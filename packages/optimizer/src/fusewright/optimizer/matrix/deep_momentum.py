@@ -96,6 +96,7 @@ class DeepMomentum(StackedOptimizer):
         capturable: bool = False,
         skip_nonfinite: bool = False,
     ) -> None:
+        """Take the arguments that the class names."""
         defaults = dict(
             lr=lr,
             alpha=alpha,

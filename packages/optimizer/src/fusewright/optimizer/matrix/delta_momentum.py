@@ -75,6 +75,7 @@ class DeltaMomentum(StackedOptimizer):
         capturable: bool = False,
         skip_nonfinite: bool = False,
     ) -> None:
+        """Take the arguments that the class names."""
         defaults = dict(
             lr=lr,
             alpha=alpha,

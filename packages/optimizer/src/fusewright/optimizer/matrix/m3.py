@@ -105,6 +105,7 @@ class M3(MatrixOptimizer):
         skip_nonfinite: bool = False,
         backend: Backend = "auto",
     ) -> None:
+        """Take the arguments that the class names."""
         defaults = dict(
             lr=lr,
             betas=betas,

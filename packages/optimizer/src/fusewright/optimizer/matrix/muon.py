@@ -104,6 +104,7 @@ class Muon(MatrixOptimizer):
         skip_nonfinite: bool = False,
         backend: Backend = "auto",
     ) -> None:
+        """Take the arguments that the class names."""
         defaults = dict(
             lr=lr,
             weight_decay=weight_decay,

@@ -52,6 +52,7 @@ class StackedOptimizer(Contract):
         skip_nonfinite: bool,
         backend: Backend = "auto",
     ) -> None:
+        """Take the arguments that the class names."""
         check_backend(backend)
         self.skip_nonfinite: bool = skip_nonfinite
         self.backend: Backend = backend

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from .._core.typed import called_as
 
 Tensor = torch.Tensor
 # Log-sign features are linear below e^-REACH (Andrychowicz et al., arXiv 1606.04474, A).
@@ -47,6 +49,7 @@ class ElementNetwork(torch.nn.Module):
     """
 
     def __init__(self, hidden: int, layers: int, **like: Any) -> None:
+        """Take the arguments that the class names."""
         super().__init__()
         hidden = min(hidden, WIDEST)
         self.layers = perceptron([4] + [hidden] * layers + [1], **like)
@@ -68,6 +71,11 @@ class ElementNetwork(torch.nn.Module):
         features = torch.stack([*log_sign(g), *log_sign(m)], dim=1)
         return through(self.layers, features).squeeze(1)
 
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
+
 
 class ScalarNetwork(torch.nn.Module):
     """Scale, shift and damping of a parameter's momentum, of mean, deviation and norm of momentum
@@ -78,6 +86,7 @@ class ScalarNetwork(torch.nn.Module):
     """
 
     def __init__(self, hidden: int, layers: int, **like: Any) -> None:
+        """Take the arguments that the class names."""
         super().__init__()
         self.layers = perceptron([9] + [hidden] * layers + [3], **like)
         with torch.no_grad():
@@ -88,3 +97,8 @@ class ScalarNetwork(torch.nn.Module):
         """``[parameters, 9]`` to three of ``[parameters]``."""
         scale, shift, damping = through(self.layers, statistics).unbind(1)
         return 0.5 + 0.49 * scale.sigmoid(), shift.tanh(), damping.sigmoid()
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...

@@ -125,6 +125,7 @@ class DeepNestedOptimizer(NestedState):
         seed: int = 0,
         backend: Backend = "auto",
     ) -> None:
+        """Take the arguments that the class names."""
         self.options: Options = Options(
             meta_lr=meta_lr,
             max_grad_norm=max_grad_norm,

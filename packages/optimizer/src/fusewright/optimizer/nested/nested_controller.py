@@ -10,11 +10,12 @@ The last layer begins with no weight and a bias at which m is 1.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
 from .._core.checks import check_option, checked_count
+from .._core.typed import called_as
 from .continuum_networks import perceptron
 from .reference import INPUTS, START, multipliers_of
 
@@ -52,6 +53,7 @@ class NestedController(torch.nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        """Take the arguments that the class names."""
         hidden, layers = checked_count("hidden", hidden), checked_count("layers", layers)
         check_option("features", features, get_args(Features))
         super().__init__()
@@ -76,6 +78,7 @@ class NestedController(torch.nn.Module):
             last.bias.fill_(START)
 
     def forward(self, statistics: Tensor) -> Tensor:
+        """``statistics``: ``[groups, 3]``; returns multipliers ``[groups]``."""
         if statistics.ndim != 2 or statistics.shape[1] != INPUTS:
             wanted = f"statistics must have shape [groups, {INPUTS}]"
             raise ValueError(f"{wanted}, got {list(statistics.shape)}")
@@ -92,5 +95,11 @@ class NestedController(torch.nn.Module):
         out = last(x).squeeze(1)
         return torch.where(finite, multipliers_of(out), 1.0)
 
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
+
     def extra_repr(self) -> str:
+        """Say the module's options, for ``print``."""
         return f"features={self.features!r}"

@@ -104,6 +104,7 @@ class VeLO(StatisticsOptimizer):
         skip_nonfinite: bool | None = None,
         backend: Backend = "auto",
     ) -> None:
+        """Take the arguments that the class names."""
         if not isinstance(networks, VeLONetworks):
             raise TypeError(f"networks must be VeLONetworks, got {type(networks).__name__}")
         self.networks: VeLONetworks = networks

@@ -5,11 +5,13 @@ files of their weights.
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .._core.checks import checked_count
+from .._core.typed import called_as
 from ..common.statistics.reference import Weights
 from ..common.weights_file import check_names, check_shapes, cut_normal_, read_weights
 from .reference import SHAPES, TENSOR_FEATURES
@@ -88,6 +90,7 @@ class VeLONetworks(nn.Module):
         exp_mult: float = 0.001,
         step_mult: float = 0.001,
     ) -> None:
+        """Take the arguments that the class names."""
         super().__init__()
         self.hidden: int = checked_count("hidden", hidden)
         self.banks: int = checked_count("banks", banks)
@@ -118,6 +121,7 @@ class VeLONetworks(nn.Module):
             cut_normal_(weights, weights.shape[-1])
 
     def extra_repr(self) -> str:
+        """Say the module's options, for ``print``."""
         return (
             f"hidden={self.hidden}, banks={self.banks}, exp_mult={self.exp_mult}, "
             f"step_mult={self.step_mult}"
@@ -143,6 +147,11 @@ class VeLONetworks(nn.Module):
         controls = self.controls(output) * (MIXED / self.banks)
         mixed = controls @ torch.cat([x.flatten(1) for x in self.bank()], 1)
         return mixed, self.multiplier(output)[:, 0], torch.stack((output, cell), 1)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
 
 
 def load_velo(rnn_path: str | os.PathLike[str], mlp_path: str | os.PathLike[str]) -> VeLONetworks:

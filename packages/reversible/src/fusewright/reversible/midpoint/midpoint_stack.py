@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 from .._core.backends import Backend
 from .._core.checks import check_floating, check_option, checked_number
 from .._core.precision import wide_dtype
+from .._core.typed import called_as
 from ..fixed_point.fixed_point import FixedPoint, Stepped
 from .replay import GPU, Forced, Generators, Surroundings, Tape
 
@@ -99,6 +100,7 @@ class MidpointStack(nn.Module):
         fraction_bits: int = 20,
         backend: Backend = "auto",
     ) -> None:
+        """Take the arguments that the class names."""
         super().__init__()
         if not layers:
             raise ValueError("layers must be at least one, got none")
@@ -128,6 +130,11 @@ class MidpointStack(nn.Module):
         if any(tensor.requires_grad for tensor in tensors_of(context)):
             raise ValueError("context must be without gradients, got a tensor that requires one")
         return (self._plainly if self.mode == "plain" else self._reversibly)(x, context)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
 
     def _reversibly(self, x: Tensor, context: dict[str, Any]) -> Passed:
         """Layers may be compiled, what keeps account of them not: `keep_uncompiled`."""

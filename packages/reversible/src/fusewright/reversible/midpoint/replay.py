@@ -6,10 +6,12 @@ import ctypes
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from .._core.typed import called_as
 
 Tensor = torch.Tensor
 # Its place among generators.
@@ -53,6 +55,11 @@ class Forced(nn.Module):
     def forward(self, x: Tensor, tape: Tape, **context: Any) -> tuple[Tensor, Tensor | None]:
         force: Any = self.layer.force
         return force(x, tape=tape, **context)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self, *args: Any, **options: Any) -> Any: ...
 
 
 class Generators:

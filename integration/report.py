@@ -16,21 +16,24 @@ from collections.abc import Iterable, Sequence
 from math import isfinite
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import typer
+from fusewright_models import figures
 from fusewright_models.bench.depth import COLUMNS as DEPTH_COLUMNS
 from fusewright_models.bench.generation import COLUMNS as GENERATE_COLUMNS
 from fusewright_models.bench.matrix import AGAINST as MATRIX_AGAINST
 from fusewright_models.bench.matrix import COLUMNS as MATRIX_COLUMNS
 from fusewright_models.bench.matrix import NAMED as MATRIX_NAMED
+from fusewright_models.bench.pictures import draw, rate_of
 from fusewright_models.bench.switches import COLUMNS as SWITCHES_COLUMNS
 from fusewright_models.studies import results as studies
 from fusewright_models.studies.attention_mass import MASSES
 from fusewright_models.studies.compare_optimizers import Point as OptimizerPoint
+from fusewright_models.studies.pictures import drawn_from, redraw
 from fusewright_models.studies.selection import LAST
 from fusewright_models.studies.selection import Point as SelectionPoint
-from fusewright_testkit.report import COLOURS, COLUMNS, TABLES, Results, with_made
+from fusewright_testkit.report import COLUMNS, TABLES, Results, with_made
 
 FOLDER = Path(__file__).resolve().parent
 # The pages of the models, beside the folder of this script, and whose steps they show.
@@ -113,17 +116,6 @@ def rows_of(path: Path, columns: list[str]) -> list[Row] | None:
         return list(reader) if reader.fieldnames == columns else None
 
 
-def is_ours(provider: str) -> bool:
-    return provider.startswith("fusewright")
-
-
-def rate_of(row: Row) -> float:
-    """Tokens per second of a step."""
-    sizes = {name: int(value) for name, value in (word.split("=") for word in row["case"].split())}
-    tokens = sizes["B"] * (sizes["T"] if "T" in sizes else sizes["M"] + sizes["N"])
-    return 1e3 * tokens / float(row["ms"])
-
-
 def ms_of(row: Row) -> str:
     return f"{float(row['ms']):,.1f}"
 
@@ -154,7 +146,7 @@ def text_rows(path: Path, op: str) -> list[tuple[str, ...]]:
     found = [row for row in rows_of(path, COLUMNS) or () if row["op"] == op]
     # Providers of a case side by side, ours first, whatever run they are from.
     order = list(dict.fromkeys(row["case"] for row in found))
-    found.sort(key=lambda row: (order.index(row["case"]), not is_ours(row["provider"])))
+    found.sort(key=lambda row: (order.index(row["case"]), not figures.is_ours(row["provider"])))
     named = ("case", "provider", "timing")
     return [
         (*(row[name] for name in named), f"{rate_of(row):,.0f}", ms_of(row), gib(row))
@@ -188,7 +180,7 @@ def matrix_rows(path: Path) -> list[tuple[str, ...]]:
             continue
         before = named.get((case, *MATRIX_AGAINST))
         times = f"{float(before['ms']) / float(row['ms']):.2f}" if before and before["ms"] else ""
-        name = provider if is_ours(provider) else f"{provider} ({row['attention']})"
+        name = provider if figures.is_ours(provider) else f"{provider} ({row['attention']})"
         numbers = f"{rate_of(row):,.0f}", ms_of(row), f"{float(row['tflops']):.0f}", row["mfu"]
         lines.append((case, name, *way, *numbers, gib(row), times))
     return lines
@@ -387,13 +379,14 @@ def study_parts(folder: Path) -> dict[Path, list[str]]:
 
 def made(folder: Path) -> str:
     """What belongs into ``results/tables.md``."""
-    parts = []
+    parts, drawn = [], bench_files(folder)
     for path, cases in result_files(folder).items():
         environment = Results(path, {}).environment
         told = f"**{environment}**, bf16: [{path.name}]({path.name})."
         parts.append(f"{told} {TOLD}" if cases else told)
-        if cases:
+        if path in drawn:
             parts.append(f"![{environment}: tokens per second]({path.stem}.png)")
+        if cases:
             parts.append(table(cases))
         if missing := gaps(cases):
             parts.append(missing)
@@ -436,45 +429,28 @@ def fastest(rows: list[Row]) -> list[str]:
     """Tokens/s of ours, eager and replayed, and of another provider, with its name."""
     told = []
     for mine, timing in ((True, "wall"), (True, "graph"), (False, "wall")):
-        some = (row for row in rows if row["timing"] == timing and is_ours(row["provider"]) == mine)
+        some = (
+            row
+            for row in rows
+            if row["timing"] == timing and figures.is_ours(row["provider"]) == mine
+        )
         rate, name = max(((rate_of(row), row["provider"]) for row in some), default=(0.0, ""))
         told.append(f"{'' if mine else name + ' '}{rate:,.0f}" if name else "")
     return told
 
 
-def draw(path: Path, cases: Cases) -> Any:
-    """A panel for each case, a bar for each provider."""
-    from matplotlib.figure import Figure
-
-    providers = dict.fromkeys(itertools.chain.from_iterable(cases.values()))
-    # Ours has the colour that it has in the packages' pictures.
-    order = sorted(providers, key=lambda name: not is_ours(name))
-    colours = dict(zip(order, itertools.cycle(COLOURS), strict=False))
-    figure = Figure(figsize=(3.6 * len(cases) + 0.6, 3.8), layout="constrained")
-    panels = figure.subplots(1, len(cases), squeeze=False)[0]
-    handles: dict[str, Any] = {}
-    for panel, (case, steps) in zip(panels, cases.items(), strict=True):
-        for number, (provider, passes) in enumerate(steps.items()):
-            bar = panel.bar(number, rate_of(passes["step"]), color=colours[provider])
-            handles.setdefault(provider, bar)
-        panel.set(title=case, xticks=[])
-        panel.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(axis="y", linewidth=0.5, alpha=0.5)
-        panel.set_axisbelow(True)
-    panels[0].set_ylabel("tokens/s")
-    figure.suptitle(f"{Results(path, {}).environment}: TransformerNP, one training step in bf16")
-    columns = min(6, len(handles))
-    place: Any = {"loc": "outside lower center", "ncols": columns, "frameon": False}
-    figure.legend(handles.values(), handles.keys(), **place)
-    return figure
+def bench_files(folder: Path) -> dict[Path, list[Row]]:
+    """The steps of each file that has some."""
+    found = {path: rows_of(path, COLUMNS) for path in sorted(folder.glob("results/*.csv"))}
+    steps = {path: [r for r in rows or () if r["pass"] == "step"] for path, rows in found.items()}
+    return {path: rows for path, rows in steps.items() if rows}
 
 
 def written(folder: Path) -> dict[Path, str]:
     """Every file of words that follows from the results, and what it is to say."""
     files = {folder / TABLES: made(folder)}
     for page, op in PAGES.items():
-        path = folder.parent / f"docs/models/{page}.md"
+        path = docs_of(folder) / f"models/{page}.md"
         if path.is_file():
             files[path] = with_made(path.read_text(), short(folder, op))
     return files
@@ -487,10 +463,14 @@ def problems(folder: Path) -> list[str]:
         for path, text in written(folder).items()
         if not (path.is_file() and path.read_text() == text)
     ]
-    # Those of trainings are drawn where they are trained.
-    drawn = [path for path, cases in result_files(folder).items() if cases]
-    pictures = [path.with_suffix(".png") for path in [*drawn, *study_parts(folder)]]
-    return told + [f"{path} is missing" for path in pictures if not path.is_file()]
+    drawn = [*bench_files(folder), *drawn_from(folder / "results"), *drawn_from(docs_of(folder))]
+    behind = [path.with_suffix(".png") for path in drawn if figures.behind(path)]
+    return told + [f"{path} is missing or behind its results" for path in behind]
+
+
+def docs_of(folder: Path) -> Path:
+    """Where the pages are, and what they alone show."""
+    return folder.parent / "docs"
 
 
 def main(
@@ -505,11 +485,10 @@ def main(
         raise typer.Exit(bool(told))
     for path, text in written(folder).items():
         path.write_text(text)
-    for path, cases in result_files(folder).items():
-        if cases:
-            # Without the library's version, the same results give the same bytes.
-            picture = path.with_suffix(".png")
-            draw(path, cases).savefig(picture, dpi=150, metadata={"Software": None})
+    for path, rows in bench_files(folder).items():
+        figures.save(draw(rows, Results(path, {}).environment), path)
+    for each in (folder / "results", docs_of(folder)):
+        redraw(each)
 
 
 if __name__ == "__main__":

@@ -80,15 +80,6 @@ def test_numbers_have_three_digits_and_two_places_at_most(number, text):
     assert report.short(number) == text
 
 
-def test_case_labels_name_what_changes():
-    cases = ["B=4 M=100 N=10", "B=4 M=200 N=20"]
-    assert report.case_labels(cases) == (["100×10", "200×20"], "M × N", "B=4")
-    assert report.case_labels(cases[:1]) == (["4×100×10"], "B × M × N", "")
-    assert report.case_labels(["B=4 M=100", "B=4"]) == (["100", "–"], "M", "B=4")
-    cases = ["B=4 M=100", "B=4 M=100 law=inverse"]
-    assert report.case_labels(cases) == (["–", "inverse"], "law", "B=4 M=100")
-
-
 def test_written_readme_and_picture_are_no_longer_behind(package):
     before = run(package, "--check")
     assert before.exit_code == 1
@@ -148,14 +139,46 @@ def test_picture_has_a_panel_for_each_op_and_pass_with_a_bar_for_each_number(pac
     (results,) = report.result_files(package)
     figure = report.draw(results, copy=(4.25, "2 GiB read and written"))
     norm, attend = figure.axes
-    assert [bar.get_height() for bar in norm.patches] == pytest.approx([1.3449, 1.4536])
-    assert [bar.get_height() for bar in attend.patches] == [550.2, 319.0]
-    assert (norm.get_ylabel(), attend.get_ylabel()) == ("TB/s", "TFLOPS")
-    assert [list(line.get_ydata()) for line in norm.lines] == [[4.25, 4.25]]
+    assert [bar.get_width() for bar in norm.patches] == pytest.approx([1.3449, 1.4536])
+    assert [text.get_text() for text in norm.texts] == ["0.93×"]
+    assert [bar.get_width() for bar in attend.patches] == [550.2, 319.0]
+    titles = [axes.get_title(loc="left") for axes in (norm, attend)]
+    assert titles == ["forward, TB/s", "forward, TFLOPS"]
+    assert [list(line.get_xdata()) for line in norm.lines] == [[4.25, 4.25]]
     assert not attend.lines
     (legend,) = figure.legends
     names = [text.get_text() for text in legend.get_texts()]
     assert names == ["fusewright", "torch", "copy at 4.25 TB/s, 2 GiB read and written"]
+
+
+def test_picture_has_what_the_benchmark_declares_in_its_words(package):
+    (package / "bench.py").write_text(
+        'import torch\nPICTURED = {"attend": "M=200"}\nWORDS = {"N": "{} targets"}\n'
+    )
+    (results,) = report.result_files(package)
+    (axes,) = report.draw(results).axes
+    assert [bar.get_width() for bar in axes.patches] == [319.0]
+    (label,) = axes.get_yticklabels()
+    assert label.get_text().replace("\xa0", " ") == "batch 4, 200 keys, 10 targets"
+    assert "The picture has 1 of 3 cases. H200" in report.made(package)
+
+
+def test_study_is_drawn_by_the_script_of_its_name(package):
+    file = package / f"results/crossover-{NAME}.csv"
+    file.write_text("tokens,ms\n8,0.5\n")
+    assert report.studies(package) == {}
+    (package / "crossover.py").write_text(
+        "from matplotlib.figure import Figure\n"
+        "def draw(rows):\n"
+        "    figure = Figure()\n"
+        "    figure.suptitle(rows[0]['ms'])\n"
+        "    return figure\n"
+    )
+    ((_, script),) = report.studies(package).items()
+    assert report.draw_study(file, script).get_suptitle() == "0.5"
+    assert any("crossover" in problem for problem in report.problems(package))
+    assert run(package).exit_code == 0
+    assert report.problems(package) == []
 
 
 def test_rate_of_a_copy_needs_its_source(package):

@@ -94,9 +94,10 @@ def point(optimizer: str, seed: int, step: int, score: float, phase="run") -> Po
 def test_curves_are_means_within_their_spread(tmp_path):
     points = [point("m3", seed, step, seed + step) for seed in (0, 1) for step in (0, 1, 2)]
     points.append(point("m3", 7, 2, 99.0, phase="grid"))
-    axes = draw(points).axes[0]
+    figure = draw(points)
+    (axes,), (legend,) = figure.axes, figure.legends
     assert axes.lines[0].get_ydata().tolist() == [1.5, 2.5]
-    assert axes.get_legend().get_texts()[0].get_text() == "m3, lr 0.01"
+    assert legend.get_texts()[0].get_text() == "m3, lr 0.01"
     write(points, tmp_path / "made/points.csv", draw, formats=FORMATS)
     assert read(Point, tmp_path / "made/points.csv") == points
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fusewright_models.studies import recall
 from fusewright_models.studies.recall import RecallPoint, RecallTraining, draw, train_recall
-from fusewright_models.studies.results import write
+from fusewright_models.studies.results import read, write
 from fusewright_models.text.recall import IGNORED, KeyValueRecall, recall_accuracy
 
 from .commands import invoke, rows_of
@@ -65,9 +65,9 @@ class Knowing:
     def __call__(self, tokens, state=None):
         said = tokens[:, : 2 * self.task.pairs].reshape(len(tokens), -1, 2)
         hidden = torch.zeros(*tokens.shape, self.task.vocab_size)
-        for row, read in enumerate(tokens.tolist()):
+        for row, text in enumerate(tokens.tolist()):
             values = dict(said[row].tolist())
-            for place, token in enumerate(read):
+            for place, token in enumerate(text):
                 hidden[row, place, values.get(token, 0)] = 1.0
         if self.wrong:
             asked = 2 * self.task.pairs + self.task.gap
@@ -144,6 +144,7 @@ def test_results_are_a_table_and_a_picture(tmp_path):
         "accuracy": "0.5000",
         "chance": "0.0625",
     }
+    assert read(RecallPoint, file) == points
     picture = file.with_suffix(".png")
     first = picture.read_bytes()
     assert first.startswith(b"\x89PNG")

@@ -7,14 +7,16 @@ import math
 from pathlib import Path
 
 import pytest
-from fusewright_models.studies import compare_optimizers, selection
+from fusewright_models.studies import compare_optimizers, pictures, selection
 from fusewright_models.studies.compare_optimizers import Point
 from fusewright_models.studies.results import write
+from fusewright_testkit.legible import assert_legible
 from fusewright_testkit.report import BEGIN, COLUMNS, END
 
 from .commands import invoke
 
 FOLDER = Path(__file__).resolve().parents[1]
+STUDIES = pictures.drawn_from(FOLDER / "results") | pictures.drawn_from(FOLDER.parent / "docs")
 NAME = "h200-torch2.11-triton3.6"
 COMPARISON = f"optimizers-titan-mac-{NAME}"
 ROWS = """\
@@ -90,11 +92,14 @@ def test_what_one_case_lacks_is_named_whatever_attention_the_others_ran(report, 
     assert report.made(folder).endswith("\n\nNot measured: fusewright at M=9 N=500 B=64.\n")
 
 
-def test_picture_has_a_panel_for_each_case_and_a_bar_for_each_provider(report, folder):
-    ((path, cases),) = report.result_files(folder).items()
-    (panel,) = report.draw(path, cases).axes
-    assert [bar.get_height() for bar in panel.patches] == [902_400.0, 1_804_800.0]
-    assert panel.get_title() == "M=64 N=500 B=64"
+def test_picture_has_a_bar_for_each_step_ours_first(report, folder):
+    (rows,) = report.bench_files(folder).values()
+    (panel,) = report.draw(rows, "H200").axes
+    assert [bar.get_width() for bar in panel.patches] == [1_804_800.0, 902_400.0]
+    assert [text.get_text() for text in panel.texts] == ["2.00×"]
+    (label,) = panel.get_yticklabels()
+    words = label.get_text().replace("\xa0", " ").split()
+    assert " ".join(words) == "64 context points, 500 targets, batch 64"
 
 
 def test_written_tables_pages_and_pictures_are_no_longer_behind(report, folder):
@@ -139,7 +144,7 @@ def test_each_language_model_has_its_own_table(report, folder):
         assert part.count("| dim=512 layers=12 B=4 T=4096 | reference | wall | 200,000") == 1
 
 
-def test_file_of_a_language_model_alone_has_its_table_and_no_picture(report, folder):
+def test_file_of_a_language_model_alone_has_its_table_and_picture(report, folder):
     row = "HybridLM,dim=512 layers=12 B=4 T=4096,step,{provider},bf16,wall,81.92,1,1,,,\n"
     head = (folder / f"results/{NAME}.csv").read_text().splitlines()[0]
     alone = folder / "results/h100-torch2.11-triton3.7.csv"
@@ -147,8 +152,11 @@ def test_file_of_a_language_model_alone_has_its_table_and_no_picture(report, fol
     alone.write_text("".join([f"{head}\n", *steps]))
     assert run(report, folder).exit_code == 0
     assert run(report, folder, "--check").exit_code == 0
-    assert not alone.with_suffix(".png").exists()
+    assert alone.with_suffix(".png").exists()
     made = report.made(folder)
+    assert (
+        "![H100, torch 2.11, triton 3.7: tokens per second](h100-torch2.11-triton3.7.png)" in made
+    )
     # Ours first, whatever the file's order.
     assert made.index("| fusewright | wall | 200,000") < made.index("| fla | wall | 200,000")
 
@@ -256,7 +264,7 @@ def test_tables_and_picture_of_a_comparison_that_are_behind_are_told(report, com
     assert report.problems(compared) == []
     picture = compared / f"results/{COMPARISON}.png"
     picture.unlink()
-    assert report.problems(compared) == [f"{picture} is missing"]
+    assert report.problems(compared) == [f"{picture} is missing or behind its results"]
 
 
 def point(step: int, layer: str, kl: float, selected: float) -> selection.Point:
@@ -293,3 +301,25 @@ def test_tables_say_what_indexers_select(report, tmp_path):
     )
     (tmp_path / "results/other.csv").write_text("a,b\n1,2\n")
     assert [*report.study_parts(tmp_path)] == [file]
+
+
+def test_texts_of_committed_steps_are_neither_cut_nor_covered(report):
+    found = report.bench_files(FOLDER)
+    assert found
+    for rows in found.values():
+        assert_legible(report.draw(rows, "H200, torch 2.11, triton 3.6"))
+
+
+@pytest.mark.parametrize("file", STUDIES, ids=lambda file: file.stem)
+def test_texts_of_committed_studies_are_neither_cut_nor_covered(file):
+    rows, draw = STUDIES[file]
+    assert_legible(draw(rows))
+
+
+def test_studies_are_drawn_again_to_the_bit(compared):
+    file = compared / f"results/{COMPARISON}.csv"
+    picture = file.with_suffix(".png")
+    before = picture.read_bytes()
+    picture.unlink()
+    pictures.redraw(compared / "results")
+    assert picture.read_bytes() == before

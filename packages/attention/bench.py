@@ -26,6 +26,8 @@ from fusewright_testkit import Case
 from fusewright_testkit.cases import by_pass, compiled, installed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+# What the names in cases count, in the picture.
+WORDS = {"N": "{} targets", "window": "window {}", "K": "{} operands", "P": "{} prefix rows"}
 Tensor = torch.Tensor
 Attention = Callable[..., Tensor]
 Shape = tuple[int, ...]

@@ -12,6 +12,8 @@ from fusewright.cross_entropy.linear import reference
 from fusewright_testkit import Case
 from fusewright_testkit.cases import by_pass, compiled, installed
 
+# What the names in cases count, in the picture.
+WORDS = {"N": "{} rows", "d": "width {}", "V": "vocabulary of {}"}
 Tensor = torch.Tensor
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 

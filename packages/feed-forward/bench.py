@@ -14,6 +14,8 @@ from fusewright.feed_forward.swiglu import reference as layer_reference
 from fusewright_testkit import Case
 from fusewright_testkit.cases import by_pass, compiled, installed
 
+# What the names in cases count, in the picture.
+WORDS = {"L": "{} rows", "D": "width {}", "F": "{} hidden units"}
 SHAPES = ((1024, 1024), (4096, 1376), (8192, 4096), (16384, 5504))
 # Rows, width, hidden width and what it is stored as.
 LAYERS = ((4096, 512, 1365, 1376), (8192, 2048, 5504, 5504))

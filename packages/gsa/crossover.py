@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import typer
 from fusewright.gsa import sparse_attention
+from fusewright_testkit import figures
 from fusewright_testkit.bench import environment_name, load
 from fusewright_testkit.timing import event_time
 from matplotlib.figure import Figure
@@ -116,33 +117,35 @@ def rows(provider: str, op: Callable[..., Tensor], kind: str, tensors: list) -> 
 
 
 def draw(rows: list[Row]) -> Figure:
-    """Dense attention's time over ours, of both passes: above one selecting pays."""
-    figure = Figure(figsize=(10.0, 3.4), layout="constrained")
-    all_axes = figure.subplots(1, len(KEY_HEADS), sharey=True)
+    """Dense attention's time over ours, of both passes: above one selecting pays. Lines are solid
+    where selections are clustered, dashed where they are random and dotted where they are trained.
+    """
+    titles = [f"{HEADS} heads, {key_heads} key heads" for key_heads in KEY_HEADS]
+    heading = "How many times as fast selected keys are as dense attention, higher is better"
+    figure, panels = figures.panels(titles, heading=heading, height=4.0, sharey=True)
     both = [row for row in rows if row["pass"] == "fwd+bwd"]
-    for axes, key_heads in zip(all_axes, KEY_HEADS, strict=True):
+    for axes, key_heads in zip(panels, KEY_HEADS, strict=True):
         mine = [row for row in both if int(row["key_heads"]) == key_heads]
         dense = {int(r["tokens"]): float(r["ms"]) for r in mine if r["provider"] == "dense"}
         ours = [row for row in mine if row["provider"] == "fusewright"]
-        for colour, slots in enumerate(sorted({int(row["slots"]) for row in ours})):
+        all_slots = sorted({int(row["slots"]) for row in ours})
+        for slots, colour in zip(all_slots, figures.CURVES, strict=False):
             for kind in dict.fromkeys(row["selection"] for row in ours):
-                style = STYLES[kind.partition(" ")[0]]
+                name = kind.partition(" ")[0]
                 some = [r for r in ours if int(r["slots"]) == slots and r["selection"] == kind]
                 some.sort(key=lambda row: int(row["tokens"]))
                 tokens = [int(row["tokens"]) for row in some]
                 gain = [dense[int(row["tokens"])] / float(row["ms"]) for row in some]
-                label = f"{slots} keys" if kind == "clustered" else None
-                axes.plot(tokens, gain, style, color=f"C{colour}", marker=".", label=label)
+                label = f"{slots:,} {name} keys" if some else None
+                axes.plot(tokens, gain, STYLES[name], color=colour, marker=".", label=label)
         axes.axhline(1.0, color="k", linewidth=0.8)
-        axes.set(xscale="log", yscale="log", xlabel="tokens", title=f"{HEADS}/{key_heads} heads")
+        axes.set(xscale="log", yscale="log")
         axes.set_xticks(list(dense), [f"{n // 1024}k" for n in dense])
         axes.set_yticks([0.5, 1.0, 2.0, 4.0], ["½", "1", "2", "4"])
         axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    all_axes[0].set_ylabel("dense over selected, both passes")
-    all_axes[-1].legend(
-        frameon=False, fontsize="small", title="solid: clustered\ndashed: random\ndotted: trained"
-    )
+        figures.dress(axes, x="tokens")
+    panels[0].set_ylabel("dense over selected, both passes", fontsize=figures.TEXT)
+    figures.legend(figure)
     return figure
 
 
@@ -180,10 +183,7 @@ def main(
                 found[key_of(row)] = row
                 # After each: a run that is cut off leaves what it has.
                 write(file, sorted(found.values(), key=order_of))
-    # Without the library's version, the same results give the same bytes.
-    draw(list(found.values())).savefig(
-        file.with_suffix(".png"), dpi=120, metadata={"Software": None}
-    )
+    figures.save(draw(list(found.values())), file)
 
 
 def write(file: pathlib.Path, rows: Iterable[Row]) -> None:

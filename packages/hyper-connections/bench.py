@@ -11,6 +11,8 @@ from fusewright.hyper_connections.streams import reference
 from fusewright_testkit import Case
 from fusewright_testkit.cases import by_pass, compiled
 
+# What the names in cases count, in the picture.
+WORDS = {"n": "{} streams", "C": "width {}"}
 Tensor = torch.Tensor
 Op = Callable[..., Tensor | tuple[Tensor, ...]]
 

@@ -16,6 +16,8 @@ from fusewright_testkit import Case
 from fusewright_testkit.cases import Layer, by_pass, compiled, installed
 from torch import nn
 
+# What the names in cases count, in the picture.
+WORDS = {"N": "{} rows", "D": "width {}", "H": "{} hidden units", "C": "chunks of {}"}
 Tensor = torch.Tensor
 Op = Callable[..., tuple[Tensor, ...]]
 

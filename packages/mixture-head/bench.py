@@ -17,6 +17,14 @@ from fusewright_testkit.cases import by_pass, compiled
 from torch.distributions import Categorical, MixtureSameFamily, Normal
 from torch.utils.checkpoint import checkpoint
 
+# What the names in cases count, in the picture.
+WORDS = {
+    "L": "{} rows",
+    "D": "width {}",
+    "F": "{} hidden units",
+    "K": "{} components",
+    "G": "{} groups",
+}
 ROWS = (4000, 128000)
 COMPONENTS = 10
 WIDTH, HIDDEN, STORED = 512, 1365, 1376

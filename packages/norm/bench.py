@@ -23,6 +23,19 @@ from fusewright.norm.sinkhorn import reference as sinkhorn_reference
 from fusewright_testkit import Case
 from fusewright_testkit.cases import by_pass, compiled, installed
 
+# What the names in cases count, in the picture.
+WORDS = {"batch": "{} matrices", "n": "{0} by {0}"}
+# The picture's ops, and what their cases contain: of the many ones those of 16,384 rows.
+PICTURED = {
+    "rms_norm": "rows=16384 cols=4096",
+    "add_rms_norm": "rows=16384 cols=4096",
+    "layer_norm": "rows=16384 cols=4096",
+    "rms_norm_gated": "",
+    "add_layer_norm": "",
+    "sinkhorn_knopp": "",
+    "rms_norm_linear": "rows=16384 cols=512",
+    "layer_norm_linear": "rows=16384 cols=512",
+}
 EPS = 1e-6
 SHAPES = ((1024, 1024), (8192, 512), (16384, 2048), (16384, 4096), (4096, 16384))
 NORM_SHAPES = {

@@ -16,6 +16,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+# What the names in cases count, in the picture.
+WORDS = {"C": "width {}"}
 Tensor = torch.Tensor
 Op = Callable[..., Tensor]
 

@@ -32,6 +32,14 @@ from .cases import (
 )
 from .selections import selection
 
+# What the names in cases count, in the picture.
+WORDS = {
+    "Hkv": "{} key heads",
+    "Hi": "{} indexer heads",
+    "k": "{} selected keys",
+    "no k": "all keys",
+    "law": "{} law",
+}
 __all__ = [
     "cases",
     "dense_attention",

@@ -7,6 +7,15 @@ from fusewright_testkit import Case
 from . import adamw, learned, matrices
 from .steps import Stepped
 
+# The picture's optimizers, with all of their cases: those that another one computes, too.
+PICTURED = {
+    "AdamW": "",
+    "AdamW with clipping": "",
+    "Muon": "",
+    "M3": "",
+    "DeltaMomentum": "",
+    "DeepMomentum": "",
+}
 PARTS = adamw, matrices, learned
 
 

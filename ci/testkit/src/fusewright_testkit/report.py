@@ -5,21 +5,28 @@
 Every CSV file in ``results/`` that has a benchmark's ``COLUMNS`` is read. The whole tables go into
 ``results/tables.md``; the README gets, between two marks, a picture, the largest case of each op
 and every row that another provider wins. ``--check`` only says whether they are behind the files.
-Nothing here imports torch or anything of ours, so the file also runs as a script where there is no
-torch.
+Nothing here imports torch, so the file also runs as a script where there is no torch; what a
+benchmark declares of its picture is read from its source.
 """
 
 from __future__ import annotations
 
+import ast
 import csv
+import importlib.util
 import itertools
 import math
 import re
-import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
+
+try:
+    from . import figures
+except ImportError:
+    # As a script; the package itself imports torch.
+    import figures  # type: ignore[no-redef]
 
 COLUMNS = ["op", "case", "pass", "provider", "dtype", "timing"]
 COLUMNS += ["ms", "ms_p20", "ms_p80", "tflops", "gbps", "mem_mib"]
@@ -37,15 +44,12 @@ UNITS = {
 CHECKED = (
     "every provider that computes the same is checked against the fp64 reference before it is timed"
 )
-OURS = "fusewright"
+OURS = figures.OURS
 # Where both passes in one call take so many times what they take alone, the forward pass of a call
 # with gradients does work that neither of them shows.
 MORE = 1.1
 TABLES = "results/tables.md"
-# Okabe and Ito's colours, which colour-blind readers distinguish too; the first provider is ours.
-COLOURS = ("#D55E00", "#999999", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#E69F00", "#000000")
-# Characters that a panel's title has room for.
-TITLE_WIDTH = 48
+PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
 
 
 class Key(NamedTuple):
@@ -75,9 +79,8 @@ class Results(NamedTuple):
     clocks: dict[str, Lines]
 
     @property
-    def providers(self) -> list[str]:
-        cells = (cells for lines in self.clocks.values() for cells in lines.values())
-        return list(dict.fromkeys(itertools.chain.from_iterable(cells)))
+    def package(self) -> Path:
+        return self.path.parent.parent
 
     @property
     def environment(self) -> str:
@@ -235,9 +238,11 @@ def made(package: Path) -> str:
     # Passes of one case beside each other, cases as in the file.
     cases = [(key.op, key.dtype, key.case) for key in kernels]
     order = sorted(shown, key=lambda key: cases.index((key.op, key.dtype, key.case)))
+    shows, cases = ({(key.op, key.case) for key in lines} for lines in (pictured(results), kernels))
+    part = f"The picture has {len(shows)} of {len(cases)} cases. " if shows != cases else ""
     caption = (
-        f"{results.environment}, in microseconds of graph time: the GPU's, from a replayed CUDA "
-        f"graph{'' if captured else '; of a step without one, between device events'}. "
+        f"{part}{results.environment}, in microseconds of graph time: the GPU's, from a replayed "
+        f"CUDA graph{'' if captured else '; of a step without one, between device events'}. "
         "Wall time is the host's, of an eager call. `fwd` runs without gradients, `bwd` is the "
         f"backward pass alone. {count}: the table has these and the largest case of each "
         f"operation; {CHECKED}. [All rows, wall time included]({TABLES})."
@@ -262,70 +267,88 @@ def with_made(text: str, new: str, marks: tuple[str, str] = (BEGIN, END)) -> str
     return text
 
 
-def case_labels(cases: list[str]) -> tuple[list[str], str, str]:
-    """Short labels of an op's cases, what the labels count, and what is the same in all cases."""
-    pairs = [dict(word.split("=") for word in case.split()) for case in cases]
-    names = list(dict.fromkeys(name for pair in pairs for name in pair))
-    moving = [name for name in names if len({p.get(name) for p in pairs}) > 1] or names
-    same = " ".join(f"{name}={pairs[0][name]}" for name in names if name not in moving)
-    labels = ["×".join(pair[name] for name in moving if name in pair) or "–" for pair in pairs]
-    return labels, " × ".join(moving), same
+def declared(package: Path, name: str) -> dict[str, str]:
+    """What a package's benchmark says of its picture, read from its source: ``PICTURED``, from an
+    operation that the picture has to what the cases that it has contain, such as ``rows=16384``;
+    ``WORDS``, from a name in its cases to what it counts. Nothing of those that it does not say.
+    """
+    for path in (package / "bench.py", package / "bench/__init__.py"):
+        for node in ast.parse(path.read_text()).body if path.is_file() else ():
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+                return ast.literal_eval(node.value)
+    return {}
+
+
+def pictured(results: Results) -> Lines:
+    """The rows of the picture: all kernels' but for those that ``PICTURED`` leaves out."""
+    shown, kernels = declared(results.package, "PICTURED"), results.kernels()
+    if not shown:
+        return kernels
+    return {
+        key: cells
+        for key, cells in kernels.items()
+        if key.op in shown and set(shown[key.op].split()) <= set(key.case.split())
+    }
+
+
+def strips(lines: Lines, words: dict[str, str]) -> list[figures.Strip]:
+    """A strip for each op with the passes of one dtype beside each other; of one that takes steps,
+    its dtypes. Of an op whose forward pass prepares its gradients both passes stand in place of the
+    backward pass.
+    """
+    by_op: dict[str, dict[str, dict[str, dict[str, Lines]]]] = {}
+    for key, cells in lines.items():
+        step = key.passed not in PASSES
+        title = key.op if step else f"{key.op}, {key.dtype}"
+        panel = key.dtype if step else PASSES[key.passed]
+        by_case = by_op.setdefault(title, {}).setdefault(panel, {})
+        by_case.setdefault(key.case, {})[key] = cells
+    told = largest_cases(lines)
+    found = []
+    for title, by_panel in by_op.items():
+        cases = list(dict.fromkeys(case for by_case in by_panel.values() for case in by_case))
+        panels = []
+        for name, by_case in by_panel.items():
+            rows = {case: next(iter(some.items())) for case, some in by_case.items()}
+            if not any(key in told for key, _ in rows.values()):
+                continue
+            (unit,) = {key.unit for key, _ in rows.values()}
+            bars = {
+                case: {name: figures.Bar(c.rate, c.microseconds) for name, c in cells.items()}
+                for case, (_, cells) in rows.items()
+            }
+            panels.append(figures.Panel(f"{name}, {unit}", bars))
+        labels = {case: figures.case_in_words(case, cases, words) for case in cases}
+        note = figures.common_words(cases, words)
+        found.append(figures.Strip(title, note, panels, labels))
+    return found
 
 
 def draw(results: Results, copy: tuple[float, str] | None = None) -> Any:
-    """A row of panels for each op, one for each pass that it has, those of one unit to one scale;
-    ``copy`` is a rate and its source.
+    """Rates by op, pass and case; ``copy`` is a rate and its source."""
+    found = strips(pictured(results), declared(results.package, "WORDS"))
+    line = copy and ("TB/s", copy[0], f"copy at {copy[0]:g} TB/s, {copy[1]}")
+    name = results.package.resolve().name
+    return figures.draw_bars(f"{name}: rate of the kernels on {results.environment}", found, line)
+
+
+def studies(package: Path) -> dict[Path, Path]:
+    """From each result file whose name begins with that of a script beside the package's source,
+    such as ``crossover-h200.csv`` of ``crossover.py``, to that script, whose ``draw`` takes the
+    rows.
     """
-    from matplotlib.figure import Figure
-
-    lines = results.kernels()
-    handles: dict[str, Any] = {}
-    rows: dict[tuple[str, str], dict[str, dict[Any, dict[str, Cell]]]] = {}
-    for key, cells in lines.items():
-        rows.setdefault(key[:2], {}).setdefault(key.passed, {})[key] = cells
-    columns = max(map(len, rows.values()))
-    figure = Figure(figsize=(5.2 * columns, 2.8 * len(rows) + 0.9), layout="constrained")
-    for panels, (op, passes) in zip(
-        figure.subplots(len(rows), columns, squeeze=False), rows.items(), strict=True
-    ):
-        first: dict[str, Any] = {}
-        for panel in panels[len(passes) :]:
-            panel.set_axis_off()
-        for panel, (passed, groups) in zip(panels, passes.items(), strict=False):
-            unit = next(iter(groups)).unit
-            if unit in first:
-                panel.sharey(first[unit])
-            else:
-                first[unit] = panel
-            bars(panel, list(groups.values()), results.providers, handles)
-            if copy and unit == "TB/s":
-                line = panel.axhline(copy[0], color="black", linestyle="--", linewidth=1)
-                handles[f"copy at {copy[0]:g} TB/s, {copy[1]}"] = line
-            labels, counted, same = case_labels([key.case for key in groups])
-            title = textwrap.fill(" ".join((*op, passed, same)), TITLE_WIDTH)
-            panel.set(title=title, xlabel=counted, ylabel=unit)
-            panel.set_xticks(range(len(labels)), labels)
-            panel.tick_params(labelsize=9, labelleft=True)
-            panel.spines[["top", "right"]].set_visible(False)
-            panel.grid(axis="y", linewidth=0.5, alpha=0.5)
-            panel.set_axisbelow(True)
-    figure.suptitle(f"{results.environment}: rate of the kernels (higher is better)")
-    # The line of the copy comes last.
-    names = sorted(handles, key=[*results.providers, *handles].index)
-    drawn = [handles[name] for name in names]
-    figure.legend(drawn, names, loc="outside lower center", ncols=min(6, len(names)), frameon=False)
-    return figure
+    files = sorted(package.glob("results/*.csv"))
+    scripts = {path: package / f"{path.stem.partition('-')[0]}.py" for path in files}
+    return {path: script for path, script in scripts.items() if script.is_file()}
 
 
-def bars(panel: Any, cases: list[dict[str, Cell]], providers: list[str], handles: dict) -> None:
-    """Draw a group of bars for each case, closed up where a provider is missing."""
-    colours = dict(zip(providers, itertools.cycle(COLOURS), strict=False))
-    width = 0.84 / max(map(len, cases))
-    for place, cells in enumerate(cases):
-        names = [name for name in providers if name in cells]
-        for number, name in enumerate(names):
-            x = place + (number - (len(names) - 1) / 2) * width
-            handles[name] = panel.bar(x, cells[name].rate, 0.92 * width, color=colours[name])
+def draw_study(file: Path, script: Path) -> Any:
+    """What the script makes of the rows; it may import torch and the package."""
+    spec = importlib.util.spec_from_file_location(script.stem, script)
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    with file.open(newline="") as stream:
+        return module.draw(list(csv.DictReader(stream)))
 
 
 def problems(package: Path) -> list[str]:
@@ -338,8 +361,9 @@ def problems(package: Path) -> list[str]:
     whole = package / TABLES
     if results and not (whole.is_file() and whole.read_text() == tables(package)):
         told.append(f"{whole} is behind its results")
-    pictures = [each.path.with_suffix(".png") for each in results]
-    return told + [f"{path} is missing" for path in pictures if not path.is_file()]
+    drawn = [*(each.path for each in results), *studies(package)]
+    files = [path for path in drawn if figures.behind(path)]
+    return told + [f"{path.with_suffix('.png')} is missing or behind its results" for path in files]
 
 
 def main(
@@ -363,9 +387,9 @@ def main(
             (package / TABLES).write_text(tables(package))
         for results in result_files(package):
             figure = draw(results, (copy_tbps, copy_source) if copy_tbps else None)
-            picture = results.path.with_suffix(".png")
-            # Without the library's version, the same results give the same bytes.
-            figure.savefig(picture, dpi=150, metadata={"Software": None})
+            figures.save(figure, results.path)
+        for file, script in studies(package).items():
+            figures.save(draw_study(file, script), file)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from ..figures import CURVES, dress, legend
 from ..models.transformer_np import TransformerNP, sample_jointly
 from .digits import PIXELS, SIDE, Digits, pixel_of
 from .gaussian_process import GaussianProcess
@@ -110,15 +111,15 @@ def draw_curves(model: TransformerNP, sampler: GaussianProcess) -> Figure:
         ours = model.predict(task.x_context, task.y_context, task.x_target)
         mean, variance = sampler.predict(task, task.x_target)
         line = _host(x_grid)
-        _band(axes, line, ours.mean, ours.variance, "C0", "model")
+        _band(axes, line, ours.mean, ours.variance, CURVES[0], "model")
         low, high = (_host(mean + sign * 2.0 * variance.sqrt()) for sign in (-1.0, 1.0))
         axes.plot(line, low, color="0.35", linestyle=":", linewidth=1.0, label="oracle")
         axes.plot(line, high, color="0.35", linestyle=":", linewidth=1.0)
-        axes.plot(line, _host(task.y_target), color="C1", linewidth=1.0, label="truth")
+        axes.plot(line, _host(task.y_target), color=CURVES[1], linewidth=1.0, label="truth")
         axes.plot(_host(task.x_context), _host(task.y_context), "k.", markersize=7, label="context")
         axes.set_title(f"{context} context points", fontsize=9)
-        axes.grid(alpha=0.3)
-    figure.legend(*axes.get_legend_handles_labels(), ncols=4, loc="outside lower center")
+        dress(axes, x="")
+    legend(figure)
     return figure
 
 
@@ -141,7 +142,7 @@ def draw_regression(
         theirs = sampler.predict(task, x_target)
         truth = _host(y_target)
         for shift, (mean, variance), colour, label in (
-            (-0.1, ours[:2], "C0", "model"),
+            (-0.1, ours[:2], CURVES[0], "model"),
             (0.1, theirs, "0.55", reference),
         ):
             axes.errorbar(
@@ -156,10 +157,9 @@ def draw_regression(
             )
         axes.axline((0.0, 0.0), slope=1.0, color="k", linewidth=0.8)
         axes.set_title(f"{context} context points", fontsize=9)
-        axes.set_xlabel("y")
-        axes.grid(alpha=0.3)
+        dress(axes, x="y")
     figure.supylabel("prediction, two standard deviations", fontsize="medium")
-    figure.legend(*axes.get_legend_handles_labels(), ncols=2, loc="outside lower center")
+    legend(figure)
     return figure
 
 

@@ -14,6 +14,7 @@ file.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor, nn
 
+from .. import figures
 from ..bench.results import environment_name
 from ..cli.commands import Run, optimizer_of, usage_errors
 from ..cli.presets import TITAN_MAC_PRESETS, TRANSFORMER_NP
@@ -197,21 +199,22 @@ def compare(
 
 def draw(points: list[Point]) -> Figure:
     """Mean scores over steps, the spread from the best seed to the worst around them."""
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-    axes = figure.subplots()
+    model = points[0].model
+    heading = f"{model} by optimizer: mean and spread of the seeds, lower is better"
+    figure, (axes,) = figures.panels([""], heading=heading, height=4.4)
     runs = [point for point in points if point.phase == "run" and point.step > 0]
-    for number, optimizer in enumerate(dict.fromkeys(point.optimizer for point in runs)):
+    names = dict.fromkeys(point.optimizer for point in runs)
+    for optimizer, colour in zip(names, itertools.cycle(figures.CURVES), strict=False):
         mine = [point for point in runs if point.optimizer == optimizer]
         steps = sorted({point.step for point in mine})
         scores = [[point.score for point in mine if point.step == step] for step in steps]
         means = [sum(some) / len(some) for some in scores]
         label = f"{optimizer}, lr {mine[0].lr:g}"
-        axes.plot(steps, means, color=f"C{number}", marker="o", markersize=3, label=label)
+        axes.plot(steps, means, color=colour, marker="o", markersize=3, label=label)
         low, high = [min(some) for some in scores], [max(some) for some in scores]
-        axes.fill_between(steps, low, high, color=f"C{number}", alpha=0.15, linewidth=0.0)
-    axes.set(xlabel="step", ylabel=SCORES[points[0].model], title=points[0].model)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+        axes.fill_between(steps, low, high, color=colour, alpha=0.12, linewidth=0.0)
+    figures.dress(axes, x="step", y=SCORES[model])
+    figures.legend(figure)
     return figure
 
 

@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor
 
+from .. import figures
 from ..choices import MemoryRule, Variant
 from ..cli.commands import usage_errors
 from ..cli.options import LARGEST_SEED
@@ -236,28 +237,28 @@ def draw(points: list[FarPoint]) -> Figure:
     """A panel per variant: accuracy over distance, a line for each rule and seed, and chance."""
     variants = list(dict.fromkeys(point.variant for point in points))
     rules = sorted({(p.memory_rule, p.memory_length) for p in points})
-    figure = Figure(figsize=(4.0 * len(variants), 3.4), layout="constrained")
-    (panels,) = figure.subplots(1, len(variants), sharey=True, squeeze=False)
+    with_memory = [rule for rule in rules if rule[0] != "none"]
+    colours = dict(zip(with_memory, figures.CURVES, strict=False))
+    heading = "TitanMAC: values recalled over the distance, higher is better"
+    figure, panels = figures.panels([v.upper() for v in variants], heading=heading, sharey=True)
     for axes, variant in zip(panels, variants, strict=True):
-        for place, (rule, length) in enumerate(rules):
+        for rule, length in rules:
+            colour = colours.get((rule, length), figures.NEUTRAL)
             kind = variant, rule, length
             of_rule = [p for p in points if (p.variant, p.memory_rule, p.memory_length) == kind]
-            name = "memory off" if rule == "none" else f"{rule}, {length:g} tokens"
+            name = "memory off" if rule == "none" else f"{rule}, memory length {length:,g}"
             for seed in dict.fromkeys(p.seed for p in of_rule):
                 line = sorted((p for p in of_rule if p.seed == seed), key=lambda p: p.gap)
-                axes.plot(
-                    [p.gap for p in line],
-                    [p.accuracy for p in line],
-                    marker="o",
-                    color=f"C{place}",
-                    label=name if seed == of_rule[0].seed else None,
-                )
+                gaps, shares = [p.gap for p in line], [p.accuracy for p in line]
+                axes.plot(gaps, shares, marker="o", markersize=4, color=colour, label=name)
         axes.axhline(points[0].chance, color="k", linestyle=":", linewidth=1.0, label="chance")
-        axes.set(title=variant.upper(), xlabel="tokens between", ylim=(0.0, 1.02))
         axes.set_xscale("log", base=2)
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize="small")
-    panels[0].set_ylabel("values recalled")
+        gaps = sorted({p.gap for p in points if p.variant == variant})
+        axes.set_xticks(gaps, [f"{gap:,}" for gap in gaps])
+        axes.set_ylim(0.0, 1.02)
+        figures.dress(axes, x="tokens between a pair and its question")
+    panels[0].set_ylabel("values recalled", fontsize=figures.TEXT)
+    figures.legend(figure)
     return figure
 
 

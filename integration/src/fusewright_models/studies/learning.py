@@ -15,6 +15,7 @@ All evaluations go to learning-ENVIRONMENT.csv, curves to a picture beside it.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
@@ -34,6 +35,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor
 
+from .. import figures
 from ..bench.results import environment_name
 from ..cli.commands import optimizer_of, usage_errors
 from ..cli.transformer_np import TransformerNPRun, negative_log_likelihood
@@ -358,19 +360,19 @@ def train_all(
 
 def draw(points: list[Point]) -> Figure:
     """How far each is behind what can be known, over the steps that it had."""
-    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
-    axes = figure.subplots()
+    heading = "TransformerNP: nats behind what can be known, lower is better"
+    figure, (axes,) = figures.panels([""], heading=heading, height=4.4)
     own = [point for point in points if point.step and isfinite(point.attainable)]
-    for name in dict.fromkeys(point.trained for point in own):
+    names = dict.fromkeys(point.trained for point in own)
+    for name, colour in zip(names, itertools.cycle(figures.CURVES), strict=False):
         mine = [point for point in own if point.trained == name]
         mine = [p for p in mine if (p.data, p.context) == (mine[0].data, mine[0].context)]
         behind = [point.attainable - point.log_likelihood for point in mine]
-        axes.plot([point.alone_s for point in mine], behind, marker=".", label=name)
-    axes.set(xlabel="seconds of this training alone", ylabel="nats behind what can be known")
+        seconds = [point.alone_s for point in mine]
+        axes.plot(seconds, behind, marker=".", color=colour, label=name)
     axes.set_yscale("log")
-    axes.grid(alpha=0.3)
-    if own:
-        axes.legend(frameon=False)
+    figures.dress(axes, x="seconds of this training alone", y="nats behind what can be known")
+    figures.legend(figure)
     return figure
 
 

@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor, nn
 
+from .. import figures
 from .._core.typed import called_as
 from ..choices import MemoryRule
 from ..cli.commands import usage_errors
@@ -187,18 +188,19 @@ def train_long(
 def draw(points: list[LongPoint]) -> Figure:
     """A panel for each training: the inner loss at both ends of the sequences over the steps."""
     kinds = list(dict.fromkeys(map(training_of, points)))
-    figure = Figure(figsize=(4.0 * len(kinds), 3.4), layout="constrained")
-    (panels,) = figure.subplots(1, len(kinds), squeeze=False)
+    titles = [f"{layers} layers, {tokens:,} tokens, {rule}" for layers, tokens, rule, _ in kinds]
+    heading = "TitanMAC: what its memory still misses as it reads, lower is better"
+    figure, panels = figures.panels(titles, heading=heading)
+    ends = ("first eighth", "inner_loss_first"), ("last eighth", "inner_loss_last")
     for axes, kind in zip(panels, kinds, strict=True):
         own = [point for point in points if training_of(point) == kind]
-        steps = [p.step for p in own]
-        axes.plot(steps, [p.inner_loss_first for p in own], label="first eighth")
-        axes.plot(steps, [p.inner_loss_last for p in own], label="last eighth")
-        layers, tokens, rule, _ = kind
-        axes.set(title=f"{layers} layers, {tokens:,} tokens, {rule}", xlabel="step", yscale="log")
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("inner loss")
-    panels[-1].legend(frameon=False)
+        for (end, name), colour in zip(ends, figures.CURVES, strict=False):
+            losses = [getattr(p, name) for p in own]
+            label = f"{end} of a sequence"
+            axes.plot([p.step for p in own], losses, color=colour, label=label)
+        figures.dress(axes, x="step")
+    panels[0].set_ylabel("inner loss", fontsize=figures.TEXT)
+    figures.legend(figure)
     return figure
 
 

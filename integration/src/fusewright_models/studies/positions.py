@@ -10,6 +10,7 @@ runs that the file has stay.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor
 
+from .. import figures
 from ..cli.commands import read_run, usage_errors
 from ..cli.evaluate import OF_TRAINING
 from ..cli.generate import kind_of
@@ -98,20 +100,22 @@ def difference(points: list[PiecePoint]) -> tuple[float, float]:
 
 def draw(points: list[PiecePoint]) -> Figure:
     """far over near, a dot for each piece, and the line where both are one."""
-    figure = Figure(figsize=(4.4, 4.0), layout="constrained")
-    axes = figure.subplots()
-    for run in dict.fromkeys(point.run for point in points):
+    near, far = points[0].near, points[0].far
+    heading = "The loss of the same text far from its beginning and near it"
+    figure, (axes,) = figures.panels([""], heading=heading, height=4.6, width=5.6)
+    runs = dict.fromkeys(point.run for point in points)
+    for run, colour in zip(runs, itertools.cycle(figures.CURVES), strict=False):
         own = [point for point in points if point.run == run]
         mean, error = difference(own)
-        label = f"{run}: {mean:+.4f} ± {error:.4f}"
-        axes.plot([p.near_loss for p in own], [p.far_loss for p in own], ".", label=label)
-    losses = [loss for point in points for loss in (point.near_loss, point.far_loss)]
-    axes.axline((min(losses), min(losses)), slope=1.0, color="k", linewidth=0.8, linestyle=":")
-    near, far = points[0].near, points[0].far
-    axes.set(xlabel=f"nats behind {near:,} tokens", ylabel=f"nats behind {far:,} tokens")
-    axes.set_title("far - near, with its standard error", fontsize="medium")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize="small")
+        label = f"{run}: far − near is {mean:+.4f} ± {error:.4f} nats"
+        losses = [p.near_loss for p in own], [p.far_loss for p in own]
+        axes.plot(*losses, ".", color=colour, label=label)
+    every = [loss for point in points for loss in (point.near_loss, point.far_loss)]
+    corner = min(every), min(every)
+    axes.axline(corner, slope=1.0, color="k", linewidth=0.8, linestyle=":", label="the same")
+    behind = "nats a byte behind {:,} tokens, lower is better"
+    figures.dress(axes, x=behind.format(near), y=behind.format(far))
+    figures.legend(figure, columns=1)
     return figure
 
 

@@ -26,6 +26,7 @@ from fusewright.norm import warm_up
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from .. import figures
 from ..bench.results import environment_name
 from ..cli.commands import optimizer_of, usage_errors
 from ..cli.export import export_run
@@ -152,14 +153,15 @@ def points_of(folder: RunFolder) -> list[Point]:
 
 def draw(points: list[Point]) -> Figure:
     """The log-likelihood over the seconds of the run."""
-    figure = Figure(figsize=(6.0, 3.6), layout="constrained")
-    axes = figure.subplots()
+    heading = "TransformerNP pretrained on drawn tasks, higher is better"
+    figure, (axes,) = figures.panels([""], heading=heading)
     seconds = [point.seconds for point in points]
-    axes.plot(seconds, [point.log_likelihood for point in points], marker=".", label="network")
-    axes.plot(seconds, [point.reference for point in points], label="normal, of the context's y")
-    axes.set(xlabel="seconds of steps", ylabel="held-out log-likelihood, nats per target")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    network = [point.log_likelihood for point in points]
+    axes.plot(seconds, network, marker=".", color=figures.CURVES[0], label="network")
+    normal = [point.reference for point in points]
+    axes.plot(seconds, normal, color=figures.NEUTRAL, label="normal, of the context's y")
+    figures.dress(axes, x="seconds of steps", y="held-out log-likelihood, nats per target")
+    figures.legend(figure)
     return figure
 
 

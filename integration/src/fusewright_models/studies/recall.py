@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor
 
+from .. import figures
 from ..cli.commands import usage_errors
 from ..cli.options import LARGEST_SEED
 from ..devices import checked_device
@@ -116,24 +117,21 @@ def train_recall(
 def draw(points: list[RecallPoint]) -> Figure:
     """A panel per variant: accuracy over steps with the memory and without it, and chance."""
     variants = list(dict.fromkeys(point.variant for point in points))
-    figure = Figure(figsize=(4.0 * len(variants), 3.4), layout="constrained")
-    (panels,) = figure.subplots(1, len(variants), sharey=True, squeeze=False)
+    heading = "TitanMAC: values recalled over the training, higher is better"
+    figure, panels = figures.panels([v.upper() for v in variants], heading=heading, sharey=True)
+    lines = (True, figures.CURVES[0], "memory"), (False, figures.NEUTRAL, "memory off")
     for axes, variant in zip(panels, variants, strict=True):
-        for memory, colour, label in ((True, "C0", "memory"), (False, "0.5", "memory off")):
+        for memory, colour, label in lines:
             of_this = [p for p in points if (p.variant, p.memory) == (variant, memory)]
             for seed in dict.fromkeys(p.seed for p in of_this):
                 curve = [p for p in of_this if p.seed == seed]
-                axes.plot(
-                    [p.step for p in curve],
-                    [p.accuracy for p in curve],
-                    color=colour,
-                    label=label if seed == of_this[0].seed else None,
-                )
+                shares = [p.accuracy for p in curve]
+                axes.plot([p.step for p in curve], shares, color=colour, label=label)
         axes.axhline(points[0].chance, color="k", linestyle=":", linewidth=1.0, label="chance")
-        axes.set(title=variant.upper(), xlabel="step", ylim=(0.0, 1.02))
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("values recalled")
-    panels[-1].legend(frameon=False, loc="center right")
+        axes.set_ylim(0.0, 1.02)
+        figures.dress(axes, x="step")
+    panels[0].set_ylabel("values recalled", fontsize=figures.TEXT)
+    figures.legend(figure)
     return figure
 
 

@@ -12,6 +12,7 @@ the result file.
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -28,6 +29,7 @@ from rich.table import Table
 from sklearn.exceptions import ConvergenceWarning  # type: ignore[import-untyped]
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
+from .. import figures
 from ..bench.results import environment_name
 from ..cli.commands import usage_errors
 from .regression_data import SPLITS, Split, data_sets
@@ -156,10 +158,13 @@ def summary(scores: list[Score]) -> Table:
 
 def draw(scores: list[Score]) -> Figure:
     """How far each is from the best of each data set, and the seconds of all over their rows."""
-    figure = Figure(figsize=(11.0, 6.4), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=[1.4, 1.0])
+    titles = ["log-likelihood behind the best, lower is better", "time, lower is better"]
+    heading = "Regression: TransformerNP pretrained on drawn tasks (fusewright) and others"
+    figure, (left, right) = figures.panels(
+        titles, heading=heading, height=6.6, width_ratios=[1.4, 1.0]
+    )
     sets = grouped(scores)
-    for number, model in enumerate(models_of(scores)):
+    for model, colour in zip(models_of(scores), itertools.cycle(figures.CURVES), strict=False):
         places, behind, rows, seconds = [], [], [], []
         for place, some in enumerate(sets.values()):
             mine = [each for each in some if each.model == model]
@@ -173,20 +178,19 @@ def draw(scores: list[Score]) -> Figure:
             behind.append(max(means) - np.mean([each.log_likelihood for each in mine]))
             rows.append(mine[0].rows)
             seconds.append(np.median([each.seconds for each in mine]))
-        style: dict[str, Any] = {"color": f"C{number}", "label": model}
-        style |= {"marker": "D" if model == OURS else "o", "linestyle": "none"}
-        left.plot(behind, places, zorder=3 if model == OURS else 2, **style)
+        style: dict[str, Any] = {"color": colour, "label": model}
+        style |= {"marker": "D" if model == OURS else "o", "linestyle": "none", "markersize": 5}
+        style["zorder"] = 3 if model == OURS else 2
+        left.plot(behind, places, **style)
         right.plot(rows, seconds, **style)
-    left.set_yticks([-place for place in range(len(sets))], [*sets], fontsize=8)
+    left.set_yticks([-place for place in range(len(sets))], [*sets])
     left.set_xscale("symlog", linthresh=0.1)
-    left.set_xlim(left=-0.01)
-    left.set_xlabel("nats per row behind the best")
-    right.set(xlabel="rows that are known", ylabel="seconds of fit and prediction")
+    left.set_xlim(-0.01, 1.3 * left.dataLim.xmax)
+    figures.dress(left, x="nats per row behind the best")
+    figures.dress(right, x="rows that are known", y="seconds of fit and prediction")
     right.set_xscale("log")
     right.set_yscale("log")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    right.legend(frameon=False, fontsize=8)
+    figures.legend(figure, columns=5)
     return figure
 
 

@@ -10,6 +10,8 @@ from typing import Any, TypeVar, get_type_hints
 
 from matplotlib.figure import Figure
 
+from ..figures import save
+
 RowT = TypeVar("RowT")
 NO_FORMATS: Mapping[str, str] = {}
 
@@ -21,13 +23,15 @@ def columns(kind: Any) -> list[str]:
 def read(kind: type[RowT], file: Path) -> list[RowT] | None:
     """The rows of a file; None where its columns are others, or there are none."""
     hints = get_type_hints(kind)
-    numbers = {name: each for name, each in hints.items() if each in (int, float)}
+    kinds: dict[Any, Callable[[str], Any]] = {int: int, float: float, bool: "True".__eq__}
     with file.open(newline="") as stream:
         reader = csv.DictReader(stream)
         rows = list(reader)
         if reader.fieldnames != columns(kind) or not rows:
             return None
-    return [kind(**{name: numbers.get(name, str)(x) for name, x in row.items()}) for row in rows]
+    return [
+        kind(**{name: kinds.get(hints[name], str)(x) for name, x in row.items()}) for row in rows
+    ]
 
 
 def rows_before(kind: type[RowT], file: Path) -> list[RowT]:
@@ -73,5 +77,4 @@ def write(
                 format(x, formats.get(name, number)) if isinstance(x, float) else x
                 for name, x in values.items()
             )
-    # Without the library's version, the same results give the same bytes.
-    draw(rows).savefig(file.with_suffix(".png"), dpi=120, metadata={"Software": None})
+    save(draw(rows), file)

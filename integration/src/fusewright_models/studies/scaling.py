@@ -14,6 +14,7 @@ that were measured, in a file of ``fusewright_models.bench scaling``.
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ import typer
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from .. import figures
 from .results import write
 
 HOST = 8
@@ -182,30 +184,28 @@ def line(subject: Subject, way: str, count: int, measured: Measured = NONE) -> L
 
 
 def draw(lines: list[Line]) -> Figure:
-    """Efficiency over GPUs: a colour for each subject, dashes for each way, and a cross where a
-    captured step was measured.
+    """Efficiency over GPUs: a panel for each way, a colour for each subject, and a cross where a
+    captured step was measured; an eager one waits for the host, too.
     """
-    figure = Figure(figsize=(9.0, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for number, subject in enumerate(dict.fromkeys(each.subject for each in lines)):
-        for way, dashes in zip(WAYS, ("-", "--", ":"), strict=True):
+    heading = "Efficiency of training steps over the number of GPUs, higher is better"
+    figure, panels = figures.panels([*WAYS], heading=heading, height=3.8, sharey=True)
+    subjects = dict.fromkeys(each.subject for each in lines)
+    for axes, way in zip(panels, WAYS, strict=True):
+        for subject, colour in zip(subjects, itertools.cycle(figures.CURVES), strict=False):
             mine = [each for each in lines if (each.subject, each.way) == (subject, way)]
-            axes.plot(
-                [x.gpus for x in mine],
-                [x.efficiency for x in mine],
-                color=f"C{number}",
-                linestyle=dashes,
-                marker=".",
-                label=f"{subject.partition(',')[0]}, {way}",
-            )
+            counts = [x.gpus for x in mine]
+            name = f"{subject.partition(',')[0]}, expected"
+            axes.plot(counts, [x.efficiency for x in mine], ".-", color=colour, label=name)
             if way == "ddp, captured":
                 taken = [x.efficiency * x.step_ms / x.measured_ms for x in mine]
-                axes.plot([x.gpus for x in mine], taken, "x", color=f"C{number}", markersize=9)
-    axes.plot([], [], "kx", label="measured, captured")
-    axes.set(xlabel="GPUs", ylabel="efficiency", xscale="log")
-    axes.set_xticks(COUNTS, labels=[str(count) for count in COUNTS])
-    axes.grid(alpha=0.3)
-    figure.legend(frameon=False, fontsize=7, loc="outside right upper")
+                axes.plot(counts, taken, "x", color=colour, markersize=8)
+        axes.set_xscale("log")
+        axes.set_xticks(COUNTS, labels=[str(count) for count in COUNTS])
+        axes.minorticks_off()
+        figures.dress(axes, x="GPUs")
+    panels[0].plot([], [], "kx", label="measured")
+    panels[0].set_ylabel("efficiency", fontsize=figures.TEXT)
+    figures.legend(figure, columns=3)
     return figure
 
 

@@ -29,6 +29,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor
 
+from .. import figures
 from ..bench.results import environment_name
 from ..choices import HybridPresetName
 from ..cli.commands import optimizer_of, usage_errors
@@ -43,7 +44,13 @@ from .results import columns, write
 Phase = Literal["alone", "dense", "sparse"]
 # Of the layer that predicts the token after next, which stands behind the stack.
 LAST = "last"
-COLOURS = {"selected": "C0", "window": "C1", "random": "C2", "sinks": "0.6"}
+KEYS = {
+    "selected": "selected by the indexer",
+    "window": "a window of as many",
+    "random": "as many drawn before it",
+    "sinks": "sinks",
+}
+COLOURS = dict(zip(KEYS, (*figures.CURVES[:3], figures.NEUTRAL), strict=True))
 
 
 @dataclass(frozen=True)
@@ -77,8 +84,10 @@ def draw(points: list[Point]) -> Figure:
     """Divergences and masses over steps: means over the layers of the stack, each layer thin. The
     ground of what is not sparse is grey, darker where the indexers learn nothing.
     """
-    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    titles = ["divergence from the attention, lower is better"]
+    titles += ["mass of the dense attention on the keys, higher is better"]
+    heading = "HybridLM: what its indexers select, means over layers and each layer thin"
+    figure, (left, right) = figures.panels(titles, heading=heading, height=4.0)
     stack = [point for point in points if point.layer != LAST]
     steps = sorted({point.step for point in stack})
     layers = list(dict.fromkeys(point.layer for point in stack))
@@ -91,19 +100,17 @@ def draw(points: list[Point]) -> Figure:
         of_step = [[getattr(p, name) for p in stack if p.step == step] for step in steps]
         axes.plot(steps, [sum(some) / len(some) for some in of_step], color=colour, label=label)
 
-    curve(left, "kl", "indexer", "C0")
-    curve(left, "kl_uniform", "no key from another", "0.6")
+    curve(left, "kl", "selected by the indexer", COLOURS["selected"])
+    curve(left, "kl_uniform", "an indexer that tells no key from another", "k")
     for name in MASSES:
-        curve(right, name, name, COLOURS[name])
-    for axes in (left, right):
+        curve(right, name, KEYS[name], COLOURS[name])
+    for axes, label in ((left, "nats"), (right, "mass")):
         for phase in ("alone", "dense"):
             end = max((point.step for point in points if point.phase == phase), default=0)
             axes.axvspan(0, end, color="k", alpha=0.06, linewidth=0.0)
-        axes.set(xlabel="step", ylim=(0.0, None))
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
-    left.set_ylabel("divergence from the attention, nats")
-    right.set_ylabel("mass of the dense attention")
+        axes.set_ylim(0.0, None)
+        figures.dress(axes, x="step; grey: attention is not sparse yet", y=label)
+    figures.legend(figure, columns=3)
     return figure
 
 

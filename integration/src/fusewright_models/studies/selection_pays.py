@@ -33,6 +33,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor
 
+from .. import figures
 from ..bench.results import environment_name
 from ..choices import HybridPresetName
 from ..cli.commands import optimizer_of, usage_errors
@@ -46,7 +47,7 @@ from .selection import check_text
 
 Variant = Literal["dense", "selected"]
 VARIANTS: tuple[Variant, ...] = ("dense", "selected")
-COLOURS = {"dense": "0.5", "selected": "C0"}
+COLOURS = {"dense": figures.NEUTRAL, "selected": figures.CURVES[0]}
 # A query's keys are this part of the window's length, and its last ones this part of them.
 PART, WINDOW_PART = 16, 2
 # Evaluations of a training, beside the one before its first step.
@@ -210,18 +211,16 @@ def difference(points: Iterable[PaysPoint]) -> tuple[float, float]:
 
 def draw(points: list[PaysPoint]) -> Figure:
     """Bits per byte over the steps behind the first evaluation, a line for each training."""
-    figure = Figure(figsize=(5.2, 3.6), layout="constrained")
-    axes = figure.subplots()
+    heading = "HybridLM with selected keys and with dense attention, lower is better"
+    figure, (axes,) = figures.panels([""], heading=heading)
     for kind in dict.fromkeys(map(training_of, points)):
         own = [point for point in points if training_of(point) == kind and point.step]
-        variant, seed, *_ = kind
-        label = f"{variant}, {own[0].keys} keys" if own and not seed else None
+        variant, *_ = kind
+        label = f"{variant}, {own[0].keys:,} keys" if own else None
         steps, bits = [p.step for p in own], [p.bits_per_byte for p in own]
         axes.plot(steps, bits, marker=".", color=COLOURS[variant], label=label, alpha=0.8)
-    axes.set(xlabel="step", ylabel="held-out bits per byte")
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False)
+    figures.dress(axes, x="step", y="held-out bits per byte")
+    figures.legend(figure)
     return figure
 
 

@@ -38,8 +38,9 @@ def test_one_compiled_graph_serves_every_size(op, device):
     assert len(graphs) == 1
 
 
-@DTYPES
 @pytest.mark.slow
-def test_inductor_gives_right_outputs_and_gradients(op, dtype, device):
+@pytest.mark.parametrize("width", ["fp32", "low"])
+def test_inductor_gives_right_outputs_and_gradients(op, width, device):
+    dtype = torch.float32 if width == "fp32" else op.low
     compiled = torch.compile(op.kernels, fullgraph=True)
     Yardstick(op.reference, op.sample(op.several, dtype, device)).check(compiled)

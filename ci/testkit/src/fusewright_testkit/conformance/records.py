@@ -62,7 +62,8 @@ class Operation:
     # Those of a model, for what only a GPU can show.
     gpu: tuple[Sizes, ...]
     gpu_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
-    # The short dtype in which bits are compared.
+    # The short dtype in which bits are compared, and values without a GPU: fp16 of kernels that
+    # leave it to the machine to round to bf16, where the interpreter truncates.
     low: torch.dtype = torch.bfloat16
     # An output that is changed in place must not be needed by the derivative, or torch says so.
     saves_outputs = False

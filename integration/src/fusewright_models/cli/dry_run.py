@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..devices import peak_tflops, wait_for
 from ..training import TrainingConfig
 from ..training.source import told_of
-from .commands import Run
+from .run import Run
 from .step_memory import BatchSize, LiveMemory, States, kept_on_gpu, states_of
 
 # Of a step, as long as forward passes: a backward pass has two products for each of a forward one.

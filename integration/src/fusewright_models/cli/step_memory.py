@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..training.optimizer_traits import take_step
-from .commands import Run
+from .run import Run
 
 # Bytes that a step keeps on a GPU of each token in bf16, for each column of the model and for each
 # column of each layer.

@@ -24,8 +24,6 @@ from rich.table import Table
 from ..training import RunFolder, StopSignals
 from ..training.files import make_folder, write
 from .commands import (
-    NOT_TRAINED,
-    Run,
     plain_console,
     read_run,
     results_in,
@@ -34,6 +32,7 @@ from .commands import (
 )
 from .generate import KINDS
 from .options import flag
+from .run import NOT_TRAINED, Run
 from .settings_file import by_new_names
 from .transformer_np import TransformerNPRun
 

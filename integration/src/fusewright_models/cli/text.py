@@ -45,7 +45,6 @@ from ..training.processes import ALONE, Processes, leaving
 from ..training.reporting.report import SAMPLE, write_report
 from ..training.source import Source
 from .commands import (
-    Run,
     check_device,
     join_others,
     open_run,
@@ -57,6 +56,7 @@ from .commands import (
 )
 from .dry_run import Counted, counted, step_operations, tell
 from .presets import TextPreset
+from .run import Run
 from .settings import SAMPLE_TOKENS, TEMPERATURE, TextSettings
 from .step_memory import BatchSize
 from .weights import begin

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..models.titan_mac import TitanMAC, TitanMACConfig
 from ..text import TextBatch
-from .commands import LATER
 from .presets import TITAN_MAC_PRESETS
+from .run import LATER
 from .settings import TitanMACSettings
 from .text import BYTES, TextRun, train_on_text
 

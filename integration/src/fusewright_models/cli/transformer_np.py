@@ -34,8 +34,6 @@ from ..training.evaluations import part_size
 from ..training.processes import leaving
 from ..training.reporting.report import PREDICTIONS, write_report
 from .commands import (
-    LATER,
-    Run,
     check_device,
     join_others,
     open_run,
@@ -48,6 +46,7 @@ from .commands import (
 from .dry_run import Counted, counted, step_operations, tell
 from .options import LARGEST_SEED
 from .presets import TRANSFORMER_NP, TransformerNPPreset
+from .run import LATER, Run
 from .settings import TransformerNPSettings
 from .step_memory import BatchSize
 from .weights import begin

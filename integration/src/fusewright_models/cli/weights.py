@@ -11,7 +11,8 @@ from torch import nn
 
 from ..models.published import CONFIG, check_shape, commit_of, file_of
 from ..training import Processes, RunFolder
-from .commands import RunT, read_run
+from .commands import read_run
+from .run import RunT
 
 
 def load_model(model: nn.Module, folder: RunFolder) -> None:

@@ -31,8 +31,9 @@ from torch import Tensor, nn
 
 from .. import figures
 from ..bench.results import environment_name
-from ..cli.commands import Run, optimizer_of, usage_errors
+from ..cli.commands import optimizer_of, usage_errors
 from ..cli.presets import TITAN_MAC_PRESETS, TRANSFORMER_NP
+from ..cli.run import Run
 from ..cli.titan_mac import TitanMACRun, next_token_loss
 from ..cli.transformer_np import TransformerNPRun, negative_log_likelihood
 from ..data import evaluate

@@ -89,6 +89,9 @@ def known_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             return "this machine has no CUDA device"
+        if torch.version.hip is not None:
+            # torch calls them "cuda" too, and their architectures' numbers are large enough.
+            return f"torch is built for HIP {torch.version.hip}, the kernels need CUDA"
         capability = torch.cuda.get_device_capability(device)
         if capability < LOWEST_CAPABILITY:
             return f"{device} has compute capability {capability}, the kernels need (8, 0) or more"

@@ -115,6 +115,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         *[{"Models": [*entry(part)[part.name], *pages]} for part in workspace.integration()],
         {"From other names": "migration.md"},
         {"Other implementations": "implementations.md"},
+        {"What is supported": "support.md"},
         {"Decisions": ["decisions/index.md", *(f"decisions/{path.name}" for path in written)]},
         {"Contributing": "CONTRIBUTING.md"},
     ]

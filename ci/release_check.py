@@ -1,11 +1,12 @@
-"""Whether a package may be released as it is: tag, changelog, API against the last release.
+"""Whether a package may be released as it is: tag, changelog, API and times against the last one.
 
     python ci/release_check.py norm                    before tagging
     python ci/release_check.py norm --tag norm-v0.3.0  by the release workflow, on the tag
     python ci/release_check.py --package-of norm-v0.3.0    prints norm
 
 What breaks a caller wants a new major version (a new minor one below 1.0), what adds wants a new
-minor one.
+minor one. A public name that is gone was deprecated in an earlier entry of the changelog. What is
+slower than in the last release's result files is named in the changelog.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 import subprocess
 import sys
 
+import performance
 import public_api
 import workspace
 
@@ -96,6 +98,47 @@ def version_problems(
     return [f"wanted at least version {least} for these changes, got {got}"]
 
 
+def entries(changelog: str) -> list[str]:
+    """The text of each version's entry, newest first."""
+    starts = [heading.end() for heading in HEADING.finditer(changelog)]
+    ends = [heading.start() for heading in HEADING.finditer(changelog)][1:]
+    return [changelog[a:b] for a, b in zip(starts, [*ends, len(changelog)], strict=True)]
+
+
+def named_under(heading: str, texts: list[str]) -> set[str]:
+    """What stands in backticks below "### heading" of these entries."""
+    sections = [re.findall(rf"^### {heading}\n(.*?)(?=^#|\Z)", text, re.M | re.S) for text in texts]
+    return {name for found in sections for text in found for name in re.findall(r"`([\w.]+)", text)}
+
+
+def deprecation_problems(changelog: str, breaking: list[str]) -> list[str]:
+    """Which public names are gone that no earlier entry deprecated."""
+    announced = named_under("Deprecated", entries(changelog)[1:])
+    gone = [line.split()[1].rstrip(":") for line in breaking if line.startswith("removed ")]
+    return [
+        f"wanted `{name}` under Deprecated of an earlier entry of CHANGELOG.md before it goes"
+        for name in gone
+        if not announced & {name, name.partition(".")[0]}
+    ]
+
+
+def slower_problems(changelog: str, changes: list[performance.Change]) -> list[str]:
+    """Which operations are slower that the newest entry does not name."""
+    told = named_under("Slower", entries(changelog)[:1])
+    return [
+        f"wanted `{change.row.op}` under Slower of CHANGELOG.md's newest entry: {change}"
+        for change in changes
+        if change.slower and change.row.op not in told
+    ]
+
+
+def tagged_times(tag: str, project: workspace.Project) -> dict[performance.Row, performance.Time]:
+    folder = (project.folder / "results").relative_to(workspace.ROOT).as_posix()
+    paths = git("ls-tree", "-r", "--name-only", tag, "--", folder).splitlines()
+    names = {path: path.rpartition("/")[2] for path in paths if path.endswith(".csv")}
+    return performance.rows({name: git("show", f"{tag}:{path}") for path, name in names.items()})
+
+
 def tagged_reader(tag: str, project: workspace.Project) -> public_api.Reader:
     folder = project.import_folder.relative_to(workspace.ROOT).as_posix()
     names = set(git("ls-tree", "-r", "--name-only", tag, "--", folder, CORE).splitlines())
@@ -133,6 +176,13 @@ def check(project: workspace.Project, tag: str | None) -> list[str]:
     )
     print(f"{project.tag} against {last}: {len(breaking)} breaking, {len(adding)} adding")
     print("".join(f"  {line}\n" for line in breaking + adding), end="")
+    told += deprecation_problems(changelog, breaking)
+    now = {path.name: path.read_text() for path in project.folder.glob("results/*.csv")}
+    changes = performance.changes(tagged_times(last, project), performance.rows(now))
+    moved = [change for change in changes if change.slower or change.faster]
+    print(f"{len(changes)} times were measured at both, {len(moved)} of them moved")
+    print("".join(f"  {change}\n" for change in moved), end="")
+    told += slower_problems(changelog, changes)
     before = parse_version(last.removeprefix(f"{project.name}-v"))
     return told + version_problems(before, version, breaking, adding)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 
 import pytest
 import workspace
@@ -79,3 +80,15 @@ def test_every_requirement_of_the_repository_is_in_the_known_good_set():
     wanted = set(map(workspace.requirement_name, workspace.third_party(parts, *groups)))
     assert wanted - pinned == set()
     assert {"torch==2.13.0", 'triton==3.7.1; sys_platform == "linux"'} <= set(text.splitlines())
+
+
+def test_citation_has_what_its_format_asks_for_and_the_packages_licence():
+    lines = (ROOT / "CITATION.cff").read_text().splitlines()
+    told = dict(line.split(": ", 1) for line in lines if re.match(r"[\w-]+: ", line))
+    assert {"cff-version", "message", "title", "license"} <= told.keys()
+    assert "authors:" in lines
+    licences = {
+        tomllib.loads((p.folder / "pyproject.toml").read_text())["project"]["license"]
+        for p in workspace.packages()
+    }
+    assert licences == {told["license"]}

@@ -84,10 +84,12 @@ def released(repository, monkeypatch):
     ):
         release_check.git(*command)
 
-    def change(version: str, code: str, tag: str | None = None) -> list[str]:
+    def change(version: str, code: str, tag: str | None = None, log: str = "") -> list[str]:
         project = (folder / "pyproject.toml").read_text().replace("0.1.0", version)
         (folder / "pyproject.toml").write_text(project)
-        (folder / "CHANGELOG.md").write_text(f"## {version} - 2026-11-21\n\n- Changed.\n")
+        before = "## 0.1.0 - 2026-10-01\n\n- First.\n\n### Deprecated\n\n- `rms_norm`: none.\n"
+        entry = f"## {version} - 2026-11-21\n\n- Changed.\n\n{log}\n"
+        (folder / "CHANGELOG.md").write_text(entry + before * (version != "0.1.0"))
         module.write_text(code)
         return release_check.check(workspace.load(folder), tag)
 
@@ -100,6 +102,39 @@ def test_a_removed_function_wants_a_new_minor_version(released, capsys):
     assert "norm-v0.1.1 against norm-v0.1.0: 1 breaking, 1 adding" in told
     assert "removed rms_norm: def (x)" in told
     assert "added layer_norm: def (x)" in told
+
+
+OPERATION = "def layer_norm(x): ...\n"
+
+
+def test_a_name_that_was_not_deprecated_stays():
+    newest, older = "## 0.2.0 - 2026-11-21\n", "## 0.1.0 - 2026-10-01\n"
+    deprecated = "\n### Deprecated\n\n- `rms_norm`, `RMSNorm`\n\n"
+    gone = ["removed rms_norm: def (x)", "removed RMSNorm.reset: def ()", "changed scale: def (x)"]
+    wanted = "under Deprecated of an earlier entry of CHANGELOG.md before it goes"
+    assert release_check.deprecation_problems(newest + deprecated + older, gone) == [
+        f"wanted `rms_norm` {wanted}",
+        f"wanted `RMSNorm.reset` {wanted}",
+    ]
+    assert release_check.deprecation_problems(newest + older + deprecated, gone) == []
+
+
+def test_what_became_slower_is_named_in_the_changelog(released, repository, capsys):
+    header = "op,case,pass,provider,dtype,timing,ms,ms_p20,ms_p80\n"
+    row = "rms_norm,rows=8,fwd,fusewright,bf16,graph,{0},{0},{0}\n"
+    results = repository / "packages/norm/results"
+    results.mkdir()
+    file = results / "h200-torch2.11-triton3.6.csv"
+    file.write_text(header + row.format(0.2))
+    release_check.git("add", ".")
+    release_check.git("-c", "user.name=a", "-c", "user.email=a@example.org", "commit", "-m", "b")
+    release_check.git("tag", "-f", "norm-v0.1.0")
+    file.rename(results / "h200-torch2.13-triton3.7.csv").write_text(header + row.format(0.3))
+    (told,) = released("0.2.0", OPERATION)
+    assert told.startswith("wanted `rms_norm` under Slower of CHANGELOG.md's newest entry")
+    assert "rms_norm rows=8 fwd bf16 graph, h200: 0.2 ms, now 0.3, 1.50 of it" in told
+    assert "1 times were measured at both, 1 of them moved" in capsys.readouterr().out
+    assert released("0.2.0", OPERATION, log="### Slower\n\n- `rms_norm` of few rows.\n") == []
 
 
 def test_a_good_release_passes_with_its_own_tag_alone(released):
@@ -117,7 +152,8 @@ def test_a_released_version_is_not_released_again(released):
     again, step = released("0.1.0", "def rms_norm(x): ...\n")
     assert again == "norm-v0.1.0 is released already: raise the version"
     assert step == "wanted at least version 0.1.1 for these changes, got 0.1.0"
-    _, step = released("0.1.0", "")
+    _, gone, step = released("0.1.0", "")
+    assert gone.startswith("wanted `rms_norm` under Deprecated")
     assert step == "wanted at least version 0.2.0 for these changes, got 0.1.0"
 
 

@@ -1,8 +1,9 @@
-"""The version of a package."""
+"""Versions: of a package of ours, and of triton."""
 
 from __future__ import annotations
 
-from importlib import metadata
+import re
+from importlib import import_module, metadata
 
 
 def installed_version(package: str) -> str:
@@ -13,3 +14,9 @@ def installed_version(package: str) -> str:
         return metadata.version(package.replace(".", "-").replace("_", "-"))
     except metadata.PackageNotFoundError:
         return "0+source"
+
+
+def triton_version() -> tuple[int, ...]:
+    """Such as (3, 7, 1): by triton itself, since its distribution has several names."""
+    version: str = import_module("triton").__version__
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])

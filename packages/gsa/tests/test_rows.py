@@ -114,3 +114,13 @@ def test_long_rows_are_selected_from_exactly(keys, count, sinks, window):
     hold(scores, count, sinks, window)
     # Hardly a score is that of another.
     hold(scores * torch.linspace(0.9, 1.0, keys, device="cuda"), count, sinks, window)
+
+
+@pytest.mark.parametrize(
+    ("version", "few"), [((3, 6, 0), 64), ((3, 7, 1), 64), ((3, 8, 0), 96)], ids=str
+)
+def test_lines_of_few_registers_have_what_this_triton_does_not_spill(monkeypatch, version, few):
+    monkeypatch.setattr(launch, "triton_version", lambda: version)
+    line = launch.SelectConfig(2048, 2048, num_warps=2, max_registers=64, few_registers=True)
+    assert line.registers == few
+    assert line._replace(few_registers=False).registers == 64

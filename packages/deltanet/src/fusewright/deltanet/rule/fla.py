@@ -6,11 +6,12 @@ import functools
 import importlib
 import importlib.util
 import pathlib
-import re
 from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
+
+from .._core.version import triton_version
 
 Tensor = torch.Tensor
 
@@ -83,12 +84,6 @@ def fla_obstacle(q: Tensor, differentiates: bool) -> str | None:
 def refuses_backward(device: torch.device) -> bool:
     hopper = torch.cuda.get_device_capability(device)[0] == 9
     return hopper and REFUSED_FROM <= triton_version() < REFUSED_BELOW and not spec_of("tilelang")
-
-
-def triton_version() -> tuple[int, ...]:
-    """The version that fla reads: triton's own, since its distribution has several names."""
-    version: str = importlib.import_module("triton").__version__
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 @functools.cache

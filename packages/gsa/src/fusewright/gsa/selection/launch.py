@@ -23,6 +23,7 @@ from .._core.launches import (
 )
 from .._core.lazy import lazy_module
 from .._core.precision import round_up
+from .._core.version import triton_version
 from ..common.launches import chunks_of_rows, grid_of
 from ..indexer.launch import SCORES, IndexerProblem, plan_scores, problem_of
 
@@ -51,10 +52,20 @@ class SelectConfig(NamedTuple):
     signed: bool = True
 
     @property
+    def registers(self) -> int:
+        """What a thread has at most, without a spill by the triton that is installed."""
+        more = self.few_registers and triton_version() >= MORE_REGISTERS_FROM
+        return max(self.max_registers, MORE_REGISTERS) if more else self.max_registers
+
+    @property
     def runs(self) -> int:
         """Into how many runs a block is cut, of each of which a thread has four neighbours."""
         return max(self.block // (128 * self.num_warps), 1)
 
+
+# From this triton on lines of few registers have as many as it takes: 64 would spill 88 bytes of a
+# thread, 80 still 16. Unmeasured.
+MORE_REGISTERS_FROM, MORE_REGISTERS = (3, 8), 96
 
 # Read from the top; the first line that fits serves. Source of the table and of the size of a
 # chunk: docs/decisions/0014-selection-h200.csv; the last line, for scores that may be negative, is
@@ -236,7 +247,7 @@ def plan_select(
         grid_of(batches * (last - first)),
         problem.device,
         (queries, problem.keys, problem.offset, first, last - first, width, *law[1:]),
-        dict(num_warps=config.num_warps, maxnreg=config.max_registers),
+        dict(num_warps=config.num_warps, maxnreg=config.registers),
         CONFIG=SelectConstants(
             *(problem.causal, law.law, config.held, listed),
             *(config.block, config.runs, law.window > 0, problem.ranged),

@@ -124,9 +124,9 @@ def test_evaluation_that_is_not_finite_ends_the_run_and_leaves_json(tmp_path, mo
     score = transformer_np.Evaluator.score
     seen = []
 
-    def failing(*given):
+    def failing(*given, **options):
         seen.append(None)
-        found = score(*given)
+        found = score(*given, **options)
         return replace(found, log_likelihood=math.nan) if len(seen) == 2 else found
 
     monkeypatch.setattr(transformer_np.Evaluator, "score", failing)

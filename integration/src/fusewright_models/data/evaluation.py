@@ -113,7 +113,8 @@ def scores_of(model: TransformerNP, task: Task) -> Tensor:
     """
     lengths = task.context_lengths, task.target_lengths
     rows = task.x_context, task.y_context, task.x_target
-    params = model(*rows, *lengths, group=task.group)
+    shared: dict[str, Any] = {} if task.group is None else {"group": task.group}
+    params = model(*rows, *lengths, **shared)
     log_p = model.head.log_likelihood(params, task.y_target).double()
     crps = mixture_crps(model.head, params, task.y_target)
     position = model.head.cdf(params, task.y_target).double()

@@ -28,8 +28,8 @@ UP_TO_ROOT = re.compile(r"\]\((?:\.\./)+(CONTRIBUTING\.md|LICENSE|README\.md)")
 UP_TO_PART = re.compile(r"\]\(((?:\.\./)+[\w/-]+/)README\.md")
 # The front page of the documentation stands for the README of the root.
 SERVED_AS = {"README.md": "index.md"}
-# Links of a page in docs/models to what lies beside docs/, which is served beside models/.
-BESIDE_DOCS = re.compile(r"\]\(\.\./\.\./(packages|integration)/")
+# The folders of docs/ itself; pages of other folders are the parts' own.
+OF_DOCS = ("", "models", "decisions")
 
 
 def served(text: str, depth: int) -> str:
@@ -40,9 +40,12 @@ def served(text: str, depth: int) -> str:
     return UP_TO_ROOT.sub(lambda m: f"]({root}{SERVED_AS.get(m[1], m[1])}", text)
 
 
-def of_a_model(text: str) -> str:
-    """The text of a page in docs/models with its links set right for where it is served."""
-    return UP_TO_PART.sub(r"](\1index.md", BESIDE_DOCS.sub(r"](../\1/", text))
+def of_docs(text: str, depth: int) -> str:
+    """The text of a page ``depth`` folders below docs/ with its links set right: what lies beside
+    docs/ is served in the same folder as its pages.
+    """
+    beside = re.compile(rf"\]\((?:\.\./){{{depth + 1}}}(packages|integration)/")
+    return beside.sub(rf"]({'../' * depth}\1/", UP_TO_PART.sub(r"](\1index.md", text))
 
 
 def reference_page(part: workspace.Project) -> str:
@@ -127,7 +130,8 @@ on_config.mkdocs_priority = 100
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
-    return of_a_model(markdown) if page.file.src_uri.startswith("models/") else markdown
+    folder = page.file.src_uri.rpartition("/")[0]
+    return of_docs(markdown, depth=int(folder != "")) if folder in OF_DOCS else markdown
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

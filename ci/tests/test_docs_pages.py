@@ -25,6 +25,7 @@ def test_links_of_a_readme_fit_its_page(text, wanted):
     ("text", "wanted"),
     [
         ("![times](../../integration/results/a.png)", "![times](../integration/results/a.png)"),
+        ("[rows](../../packages/norm/results/a.csv)", "[rows](../packages/norm/results/a.csv)"),
         (
             "[memory](../../packages/memory-mlp/README.md)",
             "[memory](../packages/memory-mlp/index.md)",
@@ -33,8 +34,14 @@ def test_links_of_a_readme_fit_its_page(text, wanted):
         ("[beside](training.md)", "[beside](training.md)"),
     ],
 )
-def test_links_of_a_models_page_fit_where_it_is_served(text, wanted):
-    assert docs_pages.of_a_model(text) == wanted
+def test_links_of_a_page_in_a_folder_of_docs_fit_where_it_is_served(text, wanted):
+    assert docs_pages.of_docs(text, depth=1) == wanted
+
+
+def test_links_of_a_page_in_docs_itself_fit_where_it_is_served():
+    text = "[rows](../integration/results/a.csv), [b](../packages/norm/README.md#use), [c](c.md)"
+    wanted = "[rows](integration/results/a.csv), [b](packages/norm/index.md#use), [c](c.md)"
+    assert docs_pages.of_docs(text, depth=0) == wanted
 
 
 def test_part_brings_its_pages_and_result_files(repository, monkeypatch):

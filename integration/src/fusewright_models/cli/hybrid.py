@@ -14,8 +14,8 @@ from ..models.hybrid import Drafting, HybridConfig, HybridLM, Reading
 from ..models.hybrid.config import check_recomputed_once
 from ..text import Corpus, TextBatch, Windows
 from ..training import Told
-from .commands import LATER
 from .presets import HYBRID_PRESETS
+from .run import LATER
 from .settings import HybridSettings
 from .text import TextRun, train_on_text
 

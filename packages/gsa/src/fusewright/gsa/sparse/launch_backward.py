@@ -67,7 +67,9 @@ UNION_DQ = (
     UnionConfig(256, 4, rows=16, columns=16, num_warps=8, num_stages=1),
 )
 UNION_DKDV = (
-    UnionConfig(64, 2, rows=64, columns=64, num_warps=4, num_stages=3, hopper=True),
+    UnionConfig(
+        64, 2, rows=32, columns=128, num_warps=4, num_stages=3, hopper=True, transposed=True
+    ),
     UnionConfig(128, 2, rows=64, columns=32, num_warps=4, num_stages=2, hopper=True),
     UnionConfig(128, 2, rows=64, columns=32, num_warps=8, num_stages=2),
     UnionConfig(256, 2, rows=32, columns=16, num_warps=8, num_stages=1),

@@ -8,8 +8,8 @@ the last place of the row's maximum.
 Where a result is few numbers, or cancels to nearly nothing, eager torch's error is one draw and may
 be zero by luck. So the allowance is also that of fp32 itself: how far the truth moves when each
 input and each result on the way moves, up or down at random, by half a unit in the last place of
-fp32. And where operands of products are rounded to a narrow dtype, it is that of as many other
-roundings: each operand moves evenly within half a unit in its last place.
+fp32. Where a test asks for it, and operands of products are rounded to a narrow dtype, it is that
+of as many other roundings: each operand moves evenly within half a unit in its last place.
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ class Yardstick:
         grads: gradients of the outputs, None for an output that is not used; drawn from a normal
             distribution where left out. Without any, only the outputs are held to the yardstick.
         dtype: the working dtype; that of the first input where left out.
+        few: whether results are so few numbers, in 16 bits, that other roundings of the operands of
+            products are drawn.
     """
 
     def __init__(
@@ -113,6 +115,8 @@ class Yardstick:
         inputs: Tensors,
         grads: Tensors | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        few: bool = False,
     ):
         self.inputs = inputs
         dtype = dtype or next(x.dtype for x in inputs if x is not None)
@@ -125,7 +129,7 @@ class Yardstick:
         with RoundedProducts(dtype) as rounded:
             eager = self.run(reference)
         narrow = []
-        if rounded.any:
+        if few and rounded.any:
             # Of its own: what a test draws next stays as it was.
             with RoundedProducts(dtype, torch.Generator().manual_seed(0)):
                 narrow = [self.run(reference) for _ in range(MOVES)]

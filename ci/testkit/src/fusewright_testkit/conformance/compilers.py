@@ -43,4 +43,4 @@ def test_one_compiled_graph_serves_every_size(op, device):
 def test_inductor_gives_right_outputs_and_gradients(op, width, device):
     dtype = torch.float32 if width == "fp32" else op.low
     compiled = torch.compile(op.kernels, fullgraph=True)
-    Yardstick(op.reference, op.sample(op.several, dtype, device)).check(compiled)
+    Yardstick(op.reference, op.sample(op.several, dtype, device), few=True).check(compiled)

@@ -135,6 +135,7 @@ def test_documents_in_whole_chunks_are_told_by_resets_alone(memory_of, device):
     assert_same_but_for_rounding([one_row[0]], [truth[0][:1]])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("value", [1.0, 1e30, torch.nan], ids=["finite", "outlier", "nan"])
 def test_document_that_changes_changes_no_other(value, backend, memory_of, device):
     memory = memory_of(dtype=F32, backend=backend)
@@ -197,7 +198,8 @@ def test_rows_without_tokens_or_documents_have_none(memory_of, device):
 
 
 def test_full_graph_compilation_gives_eager_results(memory_of, device):
-    memory = memory_of()
+    # The graph calls the operation; of the reference it would have every chunk.
+    memory = memory_of(backend="triton", dtype=F32)
     x, cu_seqlens = draw(memory), torch.tensor(BOUNDS, device=device)
     compiled = torch.compile(memory, fullgraph=True, backend="aot_eager")
     found, truth = compiled(x, cu_seqlens=cu_seqlens), memory(x, cu_seqlens=cu_seqlens)

@@ -73,7 +73,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[None]:
         (sparse, dict(SPARSE=rows, UNION=union)),
         (sparse_backward, dict(SPARSE_DQ=rows, SPARSE_DKDV=rows, LIST_SEGMENT=3)),
         (sparse_backward, dict(UNION_DQ=union, UNION_DKDV=union)),
-        (launch_segments, dict(SEGMENTS=6, SHORTEST=16, TILES_AT_A_TIME=2)),
+        (launch_segments, dict(SEGMENTS=24, SHORTEST=16, TILES_AT_A_TIME=2)),
         (launch_unions, dict(MEMBERS=members, KEYS_OF_TILES=members, QUERIES_OF_TILES=members)),
         (launch_unions, dict(KEYS_AT_A_TIME=32, WORDS_AT_A_TIME=2)),
     ):

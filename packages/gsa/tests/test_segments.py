@@ -31,7 +31,7 @@ def with_sinks(shape, keys, device):
 @pytest.mark.parametrize("key_heads", [1, 2, 6])
 @pytest.mark.parametrize("lists", [1, 2])
 def test_segments_hold_every_entry_once(lists, key_heads, device, monkeypatch):
-    for name, value in dict(SEGMENTS=6, SHORTEST=16, TILES_AT_A_TIME=2).items():
+    for name, value in dict(SEGMENTS=24, SHORTEST=16, TILES_AT_A_TIME=2).items():
         monkeypatch.setattr(launch_segments, name, value)
     part, tile = 400, 16
     config = UnionConfig(256, 4, rows=tile, columns=16, num_warps=4, num_stages=1)
@@ -63,6 +63,20 @@ def test_segments_hold_every_entry_once(lists, key_heads, device, monkeypatch):
             assert several <= planned.most_parts == parts.shape[2]
     # Lists that are no longer than the shortest segment are left whole.
     assert launch_segments.plan_segments(problem, config, 1, tile, adds=False) is None
+
+
+@needs_kernels
+@pytest.mark.parametrize("batches", [1, 31, 64, 65, 4096])
+def test_partial_sums_have_a_bound_whatever_the_batch(batches, device, monkeypatch):
+    """Of so many heads of keys that each has one segment for all its lists, none is cut."""
+    monkeypatch.setattr(launch_segments, "SEGMENTS", 1024)
+    config = UnionConfig(256, 4, rows=16, columns=16, num_warps=4, num_stages=1)
+    sizes = (batches, 32768, 32768, 8, 8, 64, 1, 4)
+    problem = SparseProblem(*sizes, F32, torch.device(device), (), (), (), "ieee")
+    planned = launch_segments.plan_segments(problem, config, 32768, 16, adds=False)
+    assert (planned is None) == (batches * 8 > launch_segments.SEGMENTS // 2)
+    if planned is not None:
+        assert batches * 8 * planned.most_parts <= 2 * launch_segments.SEGMENTS
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])

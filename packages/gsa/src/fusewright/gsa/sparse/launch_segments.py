@@ -61,7 +61,10 @@ def plan_segments(
     if each == 1 or not (problem.selections == 1 or problem.heads == stack * problem.key_heads):
         return None
     of_heads = problem.batches * problem.key_heads
-    target = max(SEGMENTS // of_heads, 1)
+    target = SEGMENTS // of_heads
+    # One segment holds all lists of its head.
+    if target < 2:
+        return None
     # A list has ``each`` segments at most; all lists have no more than ``target`` beyond their
     # first ones, and a list that is cut is longer than a segment.
     most = min(tiles + target, tiles * each)

@@ -197,6 +197,20 @@ def test_rows_without_tokens_or_documents_have_none(memory_of, device):
         assert state.position.tolist() == [0, 0]
 
 
+def test_last_document_of_padding_alone_leaves_the_state_of_no_token(memory_of, device):
+    memory = memory_of()
+    resets = torch.tensor([[True, False, True], [True, True, False]], device=device)
+    mask = torch.ones(2, 18, dtype=torch.bool, device=device)
+    mask[0, 12:] = mask[1, 15:] = False
+    _, state, _ = memory(draw(memory)[:, :18], mask=mask, resets=resets)
+    assert state.position.tolist() == [0, 9]
+    first = memory.init_state(1)
+    for found, begun in zip(state.weights, first.weights, strict=True):
+        assert torch.equal(found[:1], begun)
+    assert not state.convolution[0].any()
+    assert state.convolution[1].any()
+
+
 def test_full_graph_compilation_gives_eager_results(memory_of, device):
     # The graph calls the operation; of the reference it would have every chunk.
     memory = memory_of(backend="triton", dtype=F32)

@@ -98,8 +98,8 @@ def chunked_input(
 
 
 def at_end(joint: Tensor, mask: Tensor | None, resets: Tensor, reach: int) -> tuple[Tensor, Tensor]:
-    """Of the document of the last token that is no padding, ``joint`` of its last ``reach`` tokens,
-    ``[B, reach, n]``, zeros for those that it does not have; and ``[B]`` how many it has.
+    """Of each row's last document ``joint`` of its last ``reach`` tokens, ``[B, reach, n]``, zeros
+    for those that it does not have; and ``[B]`` how many it has, padding behind them left out.
     """
     rows, tokens = joint.shape[:2]
     place = torch.arange(1, tokens + 1, device=joint.device).expand(rows, tokens)
@@ -107,8 +107,8 @@ def at_end(joint: Tensor, mask: Tensor | None, resets: Tensor, reach: int) -> tu
         place = torch.where(mask, place, 0)
     end = place.amax(1)
     chunk = tokens // resets.shape[1]
-    last = (end - 1).clamp(min=0).unsqueeze(1) // chunk
-    length = end - beginnings(resets).gather(1, last).squeeze(1) * chunk
+    # A document that is padding alone has begun, too.
+    length = (end - beginnings(resets)[:, -1] * chunk).clamp(min=0)
     back = torch.arange(reach, 0, -1, device=joint.device)
     token = (end.unsqueeze(1) - back).clamp(min=0)
     return of_tokens(joint, token, back <= length.unsqueeze(1)), length

@@ -11,11 +11,14 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 import pytest
 import torch
 from fusewright_models.cli import app, sweep
-from fusewright_models.cli.sweep import combinations, gpus, mean_of
+from fusewright_models.cli.generate import KINDS
+from fusewright_models.cli.sweep import Member, combinations, gpus, mean_of
+from fusewright_models.training import RunFolder
 
 from .commands import assert_same_metrics, assert_same_weights, invoke, metrics
 
@@ -147,6 +150,19 @@ def test_what_is_continued_takes_where_and_how_it_runs_from_the_command(tmp_path
     (command,) = begun
     assert command[:3] == ["transformer-np", "--resume", str(folder)]
     assert sorted(command[3:]) == ["--device", "--keep", "--no-compile", "3", "cpu"]
+
+
+def test_what_is_continued_keeps_the_commit_of_its_data(tmp_path):
+    """A branch may have moved on since the run began."""
+    asked = {"preset": "tiny", "device": "cpu", "dataset_revision": "main", "keep": 3}
+    run = KINDS["titan-mac"].from_flags(asked)
+    folder = RunFolder(tmp_path / "run")
+    there = asdict(run) | {"dataset_revision": "0a1b", "keep": 5}
+    folder.path.mkdir()
+    folder.config_file.write_text(json.dumps({"model": "titan-mac"} | there))
+    anyhow = {name: asked[name] for name in ("device", "dataset_revision", "keep")}
+    command = Member({}, [], anyhow, run, folder).command
+    assert command[3:] == ["titan-mac", "--resume", str(folder.path), "--keep", "3"]
 
 
 @pytest.mark.parametrize(

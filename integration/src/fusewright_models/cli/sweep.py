@@ -42,6 +42,9 @@ TABLE, SEED = "sweep.csv", "seed"
 SCORES = ("held_out_bits_per_byte", "held_out_log_likelihood")
 # What is no setting of one run in one process.
 LEFT_OUT = ("out", "resume", "dry_run", "margin", "parallel")
+# What a run's folder has more exactly than its command: the commit that a revision was at when it
+# began.
+PINNED = {"dataset_revision"}
 # Seconds between two looks at the runs.
 PAUSE = 0.2
 
@@ -90,7 +93,11 @@ class Member:
         program = [sys.executable, "-m", "fusewright_models", self.run.model_name]
         if self.folder.holds_a_run:
             there = read_run(type(self.run), self.folder)
-            others = {name: x for name, x in self.anyhow.items() if getattr(there, name) != x}
+            others = {
+                name: x
+                for name, x in self.anyhow.items()
+                if name not in PINNED and getattr(there, name) != x
+            }
             return [*program, "--resume", str(self.folder.path), *arguments_of(others)]
         return [*program, *self.arguments, "--out", str(self.folder.path)]
 

@@ -33,7 +33,9 @@ def main() -> int:
         workspace.find(name)
     (models,) = workspace.integration()
     with workspace.source_environment(models) as environment:
-        return max(subprocess.run(each, env=environment).returncode for each in commands(names))
+        ended = [subprocess.run(each, env=environment).returncode for each in commands(names)]
+    # One that a signal has ended has a number below 0.
+    return int(any(ended))
 
 
 if __name__ == "__main__":

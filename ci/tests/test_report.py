@@ -151,6 +151,18 @@ def test_picture_has_a_panel_for_each_op_and_pass_with_a_bar_for_each_number(pac
     assert names == ["fusewright", "torch", "copy at 4.25 TB/s, 2 GiB read and written"]
 
 
+def test_case_of_both_passes_alone_is_in_the_picture(package):
+    row = "other,rows={} cols=4,{},fusewright,bf16,graph,{},1,1,,10.0,6.0\n".format
+    times = ("8", "fwd", 3.0), ("8", "bwd", 3.0), ("8", "fwd+bwd", 6.0), ("4", "fwd+bwd", 3.0)
+    with (package / f"results/{NAME}.csv").open("a") as file:
+        file.writelines(row(*each) for each in times)
+    (results,) = report.result_files(package)
+    (strip,) = (each for each in report.strips(results.kernels(), {}) if "other" in each.title)
+    assert [*strip.labels] == ["rows=8 cols=4", "rows=4 cols=4"]
+    assert all(any(panel.groups.get(case) for panel in strip.panels) for case in strip.labels)
+    report.draw(results)
+
+
 def test_picture_has_what_the_benchmark_declares_in_its_words(package):
     (package / "bench.py").write_text(
         'import torch\nPICTURED = {"attend": "M=200"}\nWORDS = {"N": "{} targets"}\n'

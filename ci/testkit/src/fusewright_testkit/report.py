@@ -294,7 +294,7 @@ def pictured(results: Results) -> Lines:
 def strips(lines: Lines, words: dict[str, str]) -> list[figures.Strip]:
     """A strip for each op with the passes of one dtype beside each other; of one that takes steps,
     its dtypes. Of an op whose forward pass prepares its gradients both passes stand in place of the
-    backward pass.
+    backward pass; of cases that no other panel has they stand too.
     """
     by_op: dict[str, dict[str, dict[str, dict[str, Lines]]]] = {}
     for key, cells in lines.items():
@@ -308,9 +308,11 @@ def strips(lines: Lines, words: dict[str, str]) -> list[figures.Strip]:
     for title, by_panel in by_op.items():
         cases = list(dict.fromkeys(case for by_case in by_panel.values() for case in by_case))
         panels = []
+        telling = [n for n, of in by_panel.items() if any(told.keys() & x for x in of.values())]
+        elsewhere = {case for name in telling for case in by_panel[name]}
         for name, by_case in by_panel.items():
             rows = {case: next(iter(some.items())) for case, some in by_case.items()}
-            if not any(key in told for key, _ in rows.values()):
+            if name not in telling and by_case.keys() <= elsewhere:
                 continue
             (unit,) = {key.unit for key, _ in rows.values()}
             bars = {

@@ -11,6 +11,7 @@ from fusewright_models.cli import app
 from fusewright_models.cli.hybrid import HybridBatch, all_losses
 from fusewright_models.text import PackedWindows
 from fusewright_models.text.packed_windows import rows_of
+from fusewright_models.text.windows import documents_in
 
 from .commands import invoke, metrics
 from .test_document_windows import ENDS, SIZES, STREAM, losses_of, model_of, scored
@@ -121,7 +122,7 @@ def test_dense_attention_goes_to_the_keys_of_a_document(assert_same_but_for_roun
 
 @pytest.mark.parametrize("kind", ["titan-mac", "hybrid"])
 @pytest.mark.usefixtures("short_samples", "without_pictures")
-def test_run_of_packed_documents_trains_and_resumes(kind, tmp_path):
+def test_run_of_packed_documents_trains_and_resumes(kind, tmp_path, monkeypatch):
     folder = tmp_path / "data"
     folder.mkdir()
     for number in range(300):
@@ -132,8 +133,20 @@ def test_run_of_packed_documents_trains_and_resumes(kind, tmp_path):
     refused = invoke(app, *flags)
     assert refused.exit_code == 2
     assert "wanted --documents beside --documents-per-window 3" in " ".join(refused.output.split())
+    if kind == "titan-mac":
+        # Of the preset a segment is as long as the window.
+        refused = invoke(app, *flags, "--documents")
+        assert refused.exit_code == 2
+        assert "wanted a --seq-len of 128 or more" in " ".join(refused.output.split())
+        flags += ["--chunk-size", "16"]
+    packed = []
+    sample = PackedWindows.sample
+    monkeypatch.setattr(
+        PackedWindows, "sample", lambda *given: packed.append(sample(*given)) or packed[-1]
+    )
     result = invoke(app, *flags, "--documents")
     assert result.exit_code == 0, result.output
+    assert any((documents_in(batch.bounds) > 1).any() for batch in packed)
     lines = metrics(tmp_path / "run")
     assert all(line["padded_tokens_per_second"] > 0 for line in lines if "loss" in line)
     assert invoke(app, kind, "--resume", tmp_path / "run", "--steps", "3").exit_code == 0

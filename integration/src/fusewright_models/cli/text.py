@@ -86,6 +86,12 @@ class TextRun(TextSettings, Run):
             raise ValueError(
                 f"wanted --documents beside --documents-per-window {self.documents_per_window}"
             )
+        if self.documents_per_window > 1 and self.seq_len < 2 * self.document_unit:
+            raise ValueError(
+                f"wanted a --seq-len of {2 * self.document_unit} or more beside "
+                f"--documents-per-window {self.documents_per_window}, for two documents, each in "
+                f"whole units of {self.document_unit} tokens, to find room; got {self.seq_len}"
+            )
 
     @classmethod
     def completed(cls, preset: TextPreset, chosen: dict[str, Any]) -> dict[str, Any]:

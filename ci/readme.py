@@ -66,8 +66,9 @@ def install(part: workspace.Project, repository: str) -> str:
         repository: the address to clone from, or "".
     """
     word = part.distribution.removeprefix(f"{workspace.FAMILY}-")
-    folder, served = f"./packages/{word}", f"--find-links {WHEELHOUSE} {part.distribution}"
-    from_wheels = (served, "the wheels of `nox -s wheelhouse`")
+    folder = f"./packages/{word}"
+    served = f"--no-index --find-links {WHEELHOUSE} {part.distribution}"
+    from_wheels = (served, "by `nox -s wheelhouse`")
     if part.siblings:
         # No package's name begins as _core does.
         return shell([("./packages/[a-z]* ./integration", "from a clone"), from_wheels])

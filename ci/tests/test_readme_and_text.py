@@ -76,8 +76,8 @@ def test_only_the_part_between_the_marks_is_replaced():
 
 UNRELEASED = """\
 ```sh
-pip install ./packages/norm                                  # from a clone
-pip install --find-links dist/wheelhouse fusewright-norm     # the wheels of `nox -s wheelhouse`
+pip install ./packages/norm                                             # from a clone
+pip install --no-index --find-links dist/wheelhouse fusewright-norm     # by `nox -s wheelhouse`
 ```
 
 No release is on an index yet; one brings `pip install fusewright-norm`."""
@@ -86,7 +86,7 @@ RELEASED = [
     "pip install ./packages/norm # from a clone",
     'pip install "./packages/norm[fla]" # and fla-core beside it',
     'pip install "git+https://example.org/ours#subdirectory=packages/norm" # without a clone',
-    "pip install --find-links dist/wheelhouse fusewright-norm # the wheels of `nox -s wheelhouse`",
+    "pip install --no-index --find-links dist/wheelhouse fusewright-norm # by `nox -s wheelhouse`",
 ]
 
 

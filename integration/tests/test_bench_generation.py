@@ -16,6 +16,7 @@ def run(model, *arguments):
     return invoke(app, "generate", model, *flags, *arguments)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("model", "op", "providers"),
     [

@@ -71,6 +71,7 @@ def test_dry_run_says_what_a_run_takes_and_leaves_nothing(tmp_path, monkeypatch,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("preset", ["170m", "350m", "1b"])
 def test_dry_run_of_a_large_model_takes_no_memory_for_it(monkeypatch, preset):
     """Of one layer, for a test to be short."""
@@ -113,6 +114,7 @@ def test_operations_of_transformer_np_are_those_of_its_formula():
     assert 0.95 < forward.operations / wanted < 1.1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 @every_model
 def test_weights_gradients_and_moments_are_those_of_a_step_to_the_byte(name, model):
@@ -158,6 +160,7 @@ def said_of(run) -> Counted:
     return text._forward(run, 256, LOSSES[type(run)], with_memory=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", KEEPING | RECOMPUTING)
 def test_memory_of_a_pass_is_what_one_over_numbers_holds(case):
     run = run_of_case(case)
@@ -181,6 +184,7 @@ class Saved:
         self.x = x
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", KEEPING)
 def test_most_of_what_a_pass_holds_is_saved_for_its_backward_pass(case):
     run = run_of_case(case)
@@ -228,6 +232,7 @@ MEASURED = {
 PRESETS = {"320": ("l4", 32_000), "512": ("mini", 8192), "1024": ("350m", 32_000)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MEASURED)
 def test_memory_on_a_gpu_is_near_all_measured_peaks(name):
     """Within a quarter: a formula of two numbers for shapes of every kind."""

@@ -243,6 +243,7 @@ def test_losses_that_are_not_finite_end_all_processes(tmp_path):
             assert (ends[optimizer] in output) == (rank == 0), output
 
 
+@pytest.mark.slow
 def test_other_optimizers_take_the_steps_of_one_process(tmp_path, alone):
     flags = ["transformer-np", *SIZES, "--steps", "4"]
     names = "nested", "m3", "muon", "learned"

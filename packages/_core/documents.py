@@ -65,8 +65,8 @@ class Layout(NamedTuple):
 
 def of_tokens(x: Tensor, index: Tensor, wanted: Tensor | None = None, other: float = 0) -> Tensor:
     """``x[b, index[b, n]]`` of ``x [B, T, ...]``, ``[B, n, ...]``; ``other`` where not wanted.
-    In a row each index is wanted once at most, so that gradients are added to zeros alone, which is
-    the same in any order.
+    Each token is wanted at one place at most, so that its gradient is one value plus zeros, the
+    same in any order.
     """
     shape = *index.shape, *x.shape[2:]
     if not x.numel():
@@ -135,7 +135,8 @@ def layout_of(
     start = first.gather(1, owner) + within * block
     token = start.unsqueeze(-1) + torch.arange(block, device=given.device)
     filled = (some.unsqueeze(-1) & (token < last.gather(1, owner).unsqueeze(-1))).flatten(1)
-    # Where no token stands any does, but not one for all: gradients of zero are added to it.
+    # Empty places read some token, each another one: their zero gradients would wait for each other
+    # at one row.
     spare = torch.arange(count * block, device=given.device) % max(tokens, 1)
     token = torch.where(filled, token.flatten(1), spare)
     if mask is not None and tokens:

@@ -109,6 +109,7 @@ def by_rows(q, k, v, options, call, upstream):
     return [o, lse.mT, dq, *(x[:, options["prefix"] :] for x in grads)]
 
 
+@pytest.mark.sampled
 @packed
 def test_each_document_has_the_bits_that_it_has_alone(window_op, tiles, name, device):
     (q, k, v), options = draw(window_op, name, device=device, heads=2)

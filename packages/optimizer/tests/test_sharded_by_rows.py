@@ -78,6 +78,7 @@ def test_sharded_parameters_train_as_whole_ones_do(sharded, found, case, assert_
     assert_right(found[0]["whole"])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["loaded", "sent"])
 def test_sharded_training_goes_on_in_as_many_processes(found, way):
     for each in found:
@@ -85,6 +86,7 @@ def test_sharded_training_goes_on_in_as_many_processes(found, way):
         assert_equal(each[way], each["whole"])
 
 
+@pytest.mark.sampled
 def test_sharded_training_goes_on_in_one_process(sharded, folder, found, case):
     model, optimizer = sharded.made(*case[:2])
     sharded.load(model, optimizer, folder / "-".join(case))

@@ -34,7 +34,7 @@ ON_GPU = {
     "stored": (220, 17),
     "plain": (189, 85),
 }
-# Of each layer that is computed again, and of which nothing but its input is kept.
+# Bytes a column of each layer that is recomputed, of which only the input is saved.
 OF_INPUT = 8
 
 

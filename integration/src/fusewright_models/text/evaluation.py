@@ -91,7 +91,8 @@ def evaluate_text(
     ours = partial(nats_of, model, group=group)
     rounds = -(-len(batches) // processes.count)
     for number in range(processes.rank, rounds * processes.count, processes.count):
-        # Those that have none of the last ones read it too: all call a sharded model as often.
+        # A process without a batch in the last round reads the last one again: FSDP wants as many
+        # calls of the model from each.
         added = compute(ours, batches[min(number, len(batches) - 1)])
         if number < len(batches):
             nats += added

@@ -18,6 +18,7 @@ from .records import everything, is_float, same_bits
 F32 = torch.float32
 
 
+@pytest.mark.sampled
 def test_reference_gradients_are_the_derivatives(form):
     leaves = form.leaves(form.tiny, torch.float64, "cpu")
     assert torch.autograd.gradcheck(form.reference, leaves)

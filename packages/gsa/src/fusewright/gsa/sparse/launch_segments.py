@@ -22,7 +22,8 @@ Tensor = torch.Tensor
 # About so many programs go through the lists of all heads of keys, beside those of lists that are
 # shorter than a segment. Partial sums take no more than 2 SEGMENTS tiles. Unmeasured.
 SEGMENTS = 1024
-# Queries with their heads, of which no segment but a list's last has fewer. Unmeasured.
+# The least length of a segment, in pairs of a query and a head; the last one of a list may be
+# shorter. Unmeasured.
 SHORTEST = 1024
 # Tiles of which one program looks at the lists at a time.
 TILES_AT_A_TIME = 256

@@ -53,7 +53,7 @@ class ListConstants(NamedTuple):
 MEMBERS = ListConfig(block=512, num_warps=4)
 KEYS_OF_TILES = ListConfig(block=1024, num_warps=8)
 QUERIES_OF_TILES = ListConfig(block=1024, num_warps=4)
-# Keys of a list of one program, at least; and words of a union. Unmeasured.
+# Keys that one program lists, and words of a union that one computes. Unmeasured.
 KEYS_AT_A_TIME = 2048
 WORDS_AT_A_TIME = 128
 # Bits for this many pairs of a query and a key are held at a time, 128 MiB of bits, and lists with

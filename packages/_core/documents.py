@@ -78,6 +78,13 @@ def of_tokens(x: Tensor, index: Tensor, wanted: Tensor | None = None, other: flo
     return y.masked_fill(~wanted.view(*wanted.shape, *(1,) * (x.ndim - 2)), other)
 
 
+def bounds_in_order(cu_seqlens: Tensor, rows: int, tokens: int) -> Tensor:
+    """``[B, N + 1]`` int64 of ``[N + 1]`` or ``[B, N + 1]``: numbers out of range or order count as
+    the nearest that are not, since no check has read them.
+    """
+    return cu_seqlens.long().clamp(0, tokens).cummax(-1).values.expand(rows, -1).contiguous()
+
+
 def layout_of(
     rows: int,
     tokens: int,
@@ -103,10 +110,9 @@ def layout_of(
     assert given is not None
     place = torch.arange(tokens, device=given.device).expand(rows, tokens).contiguous()
     if cu_seqlens is None:
-        bounds = (tokens * torch.arange(2, device=given.device)).expand(rows, 2)
+        bounds = (tokens * torch.arange(2, device=given.device)).expand(rows, 2).contiguous()
     else:
-        bounds = cu_seqlens.long().clamp(0, tokens).cummax(-1).values.expand(rows, -1)
-    bounds = bounds.contiguous()
+        bounds = bounds_in_order(cu_seqlens, rows, tokens)
     documents = bounds.shape[1] - 1
     document = torch.searchsorted(bounds, place, right=True) - 1
     present = (document >= 0) & (document < documents)

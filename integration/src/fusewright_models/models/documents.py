@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._core.documents import bounds_in_order
+
 # A target that is none.
 IGNORED = -100
 
@@ -36,10 +38,9 @@ class Documents(NamedTuple):
         if self.mask is not None:
             goes_on = self.mask[:, :-1] & self.mask[:, 1:]
         if self.cu_seqlens is not None:
-            # As layers take them: no check has read whether they are in order.
-            bounds = self.cu_seqlens.clamp(0, length).cummax(-1).values.expand(len(tokens), -1)
+            bounds = bounds_in_order(self.cu_seqlens, len(tokens), length)
             place = torch.arange(length, device=tokens.device).expand_as(tokens).contiguous()
-            document = torch.searchsorted(bounds.contiguous(), place.to(bounds.dtype), right=True)
+            document = torch.searchsorted(bounds, place, right=True)
             within = (document > 0) & (document < bounds.shape[1])
             goes_on = goes_on & within[:, :-1] & (document[:, 1:] == document[:, :-1])
         return goes_on

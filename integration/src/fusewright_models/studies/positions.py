@@ -93,9 +93,10 @@ def piece_losses(
 
 def difference(points: list[PiecePoint]) -> tuple[float, float]:
     """The mean of far - near, nats, and its standard error."""
-    apart = [point.far_loss - point.near_loss for point in points]
-    error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else math.nan
-    return statistics.mean(apart), error
+    differences = [point.far_loss - point.near_loss for point in points]
+    count = len(differences)
+    error = statistics.stdev(differences) / count**0.5 if count > 1 else math.nan
+    return statistics.mean(differences), error
 
 
 def draw(points: list[PiecePoint]) -> Figure:

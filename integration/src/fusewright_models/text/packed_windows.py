@@ -83,6 +83,7 @@ def rows_of(counts: np.ndarray, length: int, *, most: int, unit: int, seed: int)
     # Rows by the units that they have left, and as bits which of these there are.
     left: list[list[int]] = [[] for _ in range(room + 1)]
     some = 0
+    # sync: of numpy, once a run; Python's integers hold as many bits as a row has units.
     for window, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
         rest = room - size
         if fitting := some >> size:

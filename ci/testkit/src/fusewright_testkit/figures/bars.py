@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 # Inches.
 LEFT, BETWEEN, RIGHT = 2.05, 0.3, 0.12
-BAR, APART, LINE = 0.155, 0.13, 0.15
+BAR, GAP, LINE = 0.155, 0.13, 0.15
 STRIP_TITLE, PANEL_TITLE, TICKS, BELOW = 0.19, 0.2, 0.24, 0.14
 HEADING, LEGEND_LINE = 0.56, 0.21
 # Characters of a case's label in a line; inches of a character and of the sign before it.
 LABEL, CHARACTER, SIGN = 32, 0.068, 0.5
-# Cases whose best rates are so many times apart have panels of their own.
+# Cases whose best rates differ by so many times have panels of their own.
 MAGNITUDE = 8.0
 BETTER = "Higher is better."
 SPEEDS = " 1.50× beside a bar of ours: 1.5 times as fast as the best peer; below 1 it is slower."
@@ -106,14 +106,14 @@ class Places(NamedTuple):
 
 def places(strip: Strip) -> Places:
     names: dict[str, list[str]] = {}
-    starts, height = {}, APART / 2
+    starts, height = {}, GAP / 2
     for case, label in strip.labels.items():
         names[case] = ordered([name for p in strip.panels for name in p.groups[case]])
         lines = wrapped(label).count("\n") + 1
         room = max(BAR * len(names[case]), LINE * lines)
         starts[case] = height + (room - BAR * len(names[case])) / 2
-        height += room + APART
-    return Places(names, starts, height - APART / 2)
+        height += room + GAP
+    return Places(names, starts, height - GAP / 2)
 
 
 def legend_columns(names: list[str]) -> int:

@@ -209,15 +209,6 @@ def plan_tiles(
         dict(num_warps=line.num_warps),
         CONFIG=ListConstants(tile, words, block, block_names, stretch),
     )
-    unions = Launch(
-        kernels_members.unions_kernel,
-        grid_of(lists * cdiv(union_words, WORDS_AT_A_TIME)),
-        problem.device,
-        (members.part, union_words, tiles),
-        dict(num_warps=1),
-        TILE=tile,
-        BLOCK=WORDS_AT_A_TIME,
-    )
     heads = (problem.heads, problem.heads // problem.key_heads, problem.selections)
     integers: tuple[int, ...] = (*sizes, *heads, tiles, capacity, problem.score_rows)
     constants = dict(HEADS=stack, BLOCK=block, TILE=tile, WORDS=words, ADDS=adds)
@@ -238,5 +229,16 @@ def plan_tiles(
             integers = (*integers, segments.most, segments.most_parts)
         constants["TRANSPOSED"] = config.transposed
     launch = problem.launch(kernel, config, programs, integers, **constants)
-    made = listing_launch, launch, again, lists, words, capacity, segments
-    return Tiles(*made) if of_keys else Tiles(*made, unions, union_words)
+    made = Tiles(listing_launch, launch, again, lists, words, capacity, segments)
+    if of_keys:
+        return made
+    unions = Launch(
+        kernels_members.unions_kernel,
+        grid_of(lists * cdiv(union_words, WORDS_AT_A_TIME)),
+        problem.device,
+        (members.part, union_words, tiles),
+        dict(num_warps=1),
+        TILE=tile,
+        BLOCK=WORDS_AT_A_TIME,
+    )
+    return made._replace(unions=unions, union_words=union_words)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -80,3 +83,17 @@ def peak_memory(device: torch.device) -> int | None:
         return None
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No cycles of other work, graphs among them, are let go of meanwhile: a capture does not bear
+    that the device is asked to free something.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -9,6 +9,8 @@ import pytest
 import torch
 from fusewright.gsa import GatedSparseAttention, KeyCache, Selection, all_keys, gated_indexer
 from fusewright.gsa.layer.positions import rotated
+from fusewright.gsa.selection.launch import selection_plan
+from fusewright.gsa.sparse.launch import forward_plan
 from fusewright_testkit import Yardstick
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
@@ -233,6 +235,34 @@ def test_decoding_by_the_kernels_equals_their_full_forward_pass(device):
     found = torch.cat([attention.decode(part, cache) for part in x.split([6, 1, 4], 1)], 1)
     whole = outputs_of(layer("reference", device=device).eval(), selection)
     Yardstick(lambda x: whole(x)[0], [x], [None]).check(lambda x: found)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("options", [dict(window=1), RELU], ids=str)
+def test_memory_that_no_token_was_written_to_is_not_seen(options, backend, device):
+    attention = layer(backend, device=device, **options).eval()
+    attention.variance_ema.fill_(0.03)
+    x, found = tokens(device=device, batches=2), []
+    for beyond in (0.0, 1e30):
+        cache = attention.new_cache(2, 20)
+        attention.decode(x[:, :9], cache)
+        for memory in (cache.keys, cache.values, cache.index_keys):
+            memory[:, 9:] = beyond
+        found.append(torch.cat([attention.decode(x[:, t : t + 1], cache) for t in (9, 10)], 1))
+    assert torch.equal(*found)
+
+
+def test_tokens_are_decoded_by_the_launches_of_those_before(device):
+    """A plan, and a variant of a kernel, for each length would take milliseconds a token."""
+    attention, x = layer("triton", device=device).eval(), tokens(device=device)
+    cache = attention.new_cache(1, 11)
+    attention.decode(x[:, :7], cache)
+    plans = selection_plan, forward_plan
+    made = []
+    for t in range(7, 11):
+        attention.decode(x[:, t : t + 1], cache)
+        made.append([plan.cache_info().misses for plan in plans])
+    assert all(each == made[0] for each in made)
 
 
 def test_cache_takes_tokens_in_their_order():

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..devices import wait_for
-from ..training.captured import uncollected
+from ..devices import uncollected, wait_for
 
 STAGES = ("data", "fwd", "bwd", "optimizer")
 FEWEST_STEPS, MOST_STEPS = 3, 30

@@ -11,7 +11,6 @@ gradients between the two graphs. What an evaluation computes of a batch is a gr
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from fusewright.optimizer import DeepNestedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..devices import uncollected
 from .config import TrainingConfig
 from .gradients import HeldGradients
 from .held_batches import MOST_SHAPES, HeldBatches
@@ -273,17 +273,3 @@ class CapturedStepper(Stepper):
 def reason_of(error: BaseException) -> str:
     """The lines below the first are advice to programmers."""
     return str(error).partition("\n")[0]
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """No cycles of other work, graphs among them, are let go of meanwhile: a capture does not bear
-    that the device is asked to free something.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()

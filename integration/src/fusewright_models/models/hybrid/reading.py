@@ -10,16 +10,21 @@ from torch import Tensor
 
 from .layers import Caches
 from .model import HybridLM
+from .steps import Going
 
 
 @dataclass(frozen=True)
 class Reading:
-    """For `fusewright_models.text.generate`; a state is what goes on, and is changed by it."""
+    """For `fusewright_models.text.generate`; a state is what goes on, and is changed by it. On a GPU
+    tokens that come one by one are read by a CUDA graph, or eagerly without ``captures``.
+    """
 
     model: HybridLM
+    captures: bool = True
 
     def __call__(self, tokens: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        return self.model.read(tokens, state)
+        state = Going(self.model, self.captures) if state is None else state
+        return state.read(tokens), state
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden)

@@ -46,6 +46,9 @@ Tensor = torch.Tensor
 INIT_STD = 0.02
 # Of the norm of the indexer's keys, as in the public code of DeepSeek-V3.2-Exp.
 INDEX_EPS = 1e-6
+# Up to so many tokens are decoded over all of the cache's memory, of which each sees its own keys:
+# every call has the same shapes then, and so the same launches, which a CUDA graph can replay.
+FEW_TOKENS = 8
 
 
 class Selection(NamedTuple):
@@ -324,16 +327,19 @@ class GatedSparseAttention(nn.Module):
             y = self.decode(rows, cache, mask)
             return tokens_of(y, cu_seqlens, x.shape[1])
         position: int | Tensor = cache.length
-        places, ranges = None, None
-        if mask is not None or cache.lengths is not None:
+        places, ranges, tokens = None, None, x.shape[1]
+        few, apart = tokens <= FEW_TOKENS, mask is not None or cache.lengths is not None
+        if few or apart:
             places = cache.places(x, mask)
             position, ranges = places.position, places.key_ranges()
             if places.hidden is not None:
                 x = x.masked_fill(places.hidden.unsqueeze(-1), 0.0)
         q, k, v, gate = self._heads(x, position)
         q_index, k_index, w = self._index(x, position)
-        k, v, k_index = cache.extend(k, v, k_index, places=places)
-        selection = self._select((q_index, k_index, w), cache.length - x.shape[1], ranges)[0]
+        kept = places if apart else None
+        k, v, k_index = cache.extend(k, v, k_index, places=kept, whole=few)
+        # The ranges say what is seen of a whole memory.
+        selection = self._select((q_index, k_index, w), k.shape[1] - tokens, ranges)[0]
         o, _ = sparse_attention_with_lse(q, k, v, *selection, backend=self.backend)
         return self._output(o, gate)
 

@@ -77,12 +77,15 @@ class KeyCache:
         first = hidden.long().cumprod(1).sum(1, keepdim=True)
         return Places(lengths, lengths.unsqueeze(1) + place, first, hidden)
 
-    def extend(self, *new: Tensor, places: Places | None = None) -> tuple[Tensor, ...]:
+    def extend(
+        self, *new: Tensor, places: Places | None = None, whole: bool = False
+    ) -> tuple[Tensor, ...]:
         """Append tokens; all tokens' keys, values and indexer keys.
 
         Args:
             new: keys, values and indexer keys ``[B, t, ..]``.
             places: where they stand, if the sequences have different lengths.
+            whole: return all of the memory, what no token has been written to among it.
 
         Raises:
             ValueError: more tokens than there is memory for, or not of as many sequences, heads and
@@ -102,7 +105,7 @@ class KeyCache:
         else:
             self._write(cached, new, places)
         self.length = last
-        return tuple(tokens[:, :last] for tokens in cached)
+        return cached if whole else tuple(tokens[:, :last] for tokens in cached)
 
     def _write(self, cached: tuple[Tensor, ...], new: tuple[Tensor, ...], places: Places) -> None:
         """Each sequence's tokens behind those that it has. What stands behind them is padding,

@@ -83,7 +83,7 @@ TOLD_OF_DEPTH = (
 )
 GENERATE_HEADER = "model | case | provider | reading | drawing | accepted | GiB"
 TOLD_OF_GENERATE = (
-    "Texts that are continued, eager, with drawn weights, in tokens/s of all B prompts together: "
+    "Texts that are continued, with drawn weights, in tokens/s of all B prompts together: "
     "[{name}]({name}). Reading is of their T tokens at once, drawing of what follows them, "
     "speculative by drafts, one prompt after the other; accepted is the share of these."
 )

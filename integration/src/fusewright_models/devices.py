@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -86,14 +87,30 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """No cycles of other work, graphs among them, are let go of meanwhile: a capture does not bear
-    that the device is asked to free something.
+def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, **options: Any) -> Iterator[None]:
+    """What is launched within goes to the graph of that device, and is not run.
+
+    Args:
+        options: of `torch.cuda.graph`.
+
+    Raises:
+        RuntimeError: something within cannot be captured. Random numbers are drawn on as if it had
+            not been tried.
     """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    state = generator.clone_state()
     collects = gc.isenabled()
+    # No cycles of other work, graphs among them, are let go of meanwhile: a capture does not bear
+    # that the device is asked to free something.
     gc.disable()
     try:
-        yield
+        with torch.cuda.graph(graph, **options):
+            yield
+    except RuntimeError:
+        # The state that a broken capture has used stays one that captures, and draws no more.
+        generator.graphsafe_set_state(state)
+        raise
     finally:
         if collects:
             gc.enable()

@@ -4,8 +4,9 @@ follows them.
 fusewright              token by token, all rows together
 fusewright-speculative  by drafts, one row after the other; HybridLM alone
 
-Everything is eager and under bf16 autocast over fp32 weights. Weights are drawn: how many drafts
-are accepted stands beside the rates, and is that of no trained model.
+Everything is under bf16 autocast over fp32 weights, and eager but for HybridLM's tokens one by one,
+which are replayed from a CUDA graph. Weights are drawn: how many drafts are accepted stands beside
+the rates, and is that of no trained model.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class GenerationHarness(NamedTuple):
         if isinstance(model, HybridLM):
             lines.append(line_of(SPECULATIVE, partial(speculate, Drafting(model))))
         columns = ("reading", "drawing", "accepted", "GiB")
-        return harness.tabulate(table_of(case, "tokens/s, eager", ("provider",), columns), lines)
+        return harness.tabulate(table_of(case, "tokens/s", ("provider",), columns), lines)
 
     def measure(self, call: Callable[..., Generated], shape: TextShape) -> Rates:
         """Rounds of the same prompts, for as long as the harness is asked to."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..devices import uncollected, wait_for
+from ..devices import capturing, wait_for
 
 STAGES = ("data", "fwd", "bwd", "optimizer")
 FEWEST_STEPS, MOST_STEPS = 3, 30
@@ -204,7 +204,7 @@ class Replayed:
         generator = getattr(step.sampler, "generator", None)
         if generator is not None:
             self.graph.register_generator_state(generator)
-        with uncollected(), torch.cuda.graph(self.graph, stream=stream):
+        with capturing(self.graph, step.device, stream=stream):
             self.loss = step.run()
 
     def timed(self) -> Taken:

@@ -21,7 +21,7 @@ from fusewright.optimizer import DeepNestedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..devices import uncollected
+from ..devices import capturing
 from .config import TrainingConfig
 from .gradients import HeldGradients
 from .held_batches import MOST_SHAPES, HeldBatches
@@ -236,18 +236,12 @@ class CapturedStepper(Stepper):
         self, key: Hashable, work: Callable[[], None], fail: Callable[[BaseException], None]
     ) -> None:
         before = counts(self.optimizer), [p.grad for p in self.parameters]
-        generator = torch.cuda.default_generators[self.stream.device_index]
-        state = generator.clone_state()
         graph = torch.cuda.CUDAGraph()
+        options: dict[str, Any] = {"pool": self.pool, "stream": self.stream}
         try:
-            captured = torch.cuda.graph(
-                graph, pool=self.pool, stream=self.stream, capture_error_mode=self.mode
-            )
-            with uncollected(), captured:
+            with capturing(graph, self.device, capture_error_mode=self.mode, **options):
                 work()
         except RuntimeError as error:
-            # The state that a broken capture has used stays one that captures, and draws no more.
-            generator.graphsafe_set_state(state)
             # Nothing of it has run: the same is done eagerly now.
             set_counts(self.optimizer, before[0])
             for p, g in zip(self.parameters, before[1], strict=True):

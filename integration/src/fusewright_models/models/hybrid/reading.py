@@ -15,8 +15,8 @@ from .steps import Going
 
 @dataclass(frozen=True)
 class Reading:
-    """For `fusewright_models.text.generate`; a state is what goes on, and is changed by it. On a GPU
-    tokens that come one by one are read by a CUDA graph, or eagerly without ``captures``.
+    """For `fusewright_models.text.generate`; a state is what goes on, and is changed by it. On a
+    GPU tokens that come one by one are read by a CUDA graph, or eagerly without ``captures``.
     """
 
     model: HybridLM

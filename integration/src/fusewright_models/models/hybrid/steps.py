@@ -13,7 +13,7 @@ from fusewright.deltanet import DeltaNetCache
 from fusewright.gsa import KeyCache
 from torch import Tensor
 
-from ...devices import uncollected
+from ...devices import capturing
 from .layers import Caches
 from .model import HybridLM
 
@@ -94,7 +94,7 @@ class Step:
         )
         # Nothing of this is run, but the host counts.
         before = {place: copy(cache) for place, cache in caches.items()}
-        with uncollected(), torch.no_grad(), torch.cuda.graph(self.graph), uncached:
+        with torch.no_grad(), capturing(self.graph, tokens.device), uncached:
             self.hidden, after = model.read(self.tokens, before)
             for place, cache in caches.items():
                 for old, new in zip(carried(cache), carried(after[place]), strict=True):

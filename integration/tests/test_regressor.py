@@ -112,6 +112,31 @@ def test_predictions_are_those_of_the_model_on_standardised_rows(
     assert_same_but_for_rounding([torch.from_numpy(each) for each in found], expected)
 
 
+@pytest.mark.parametrize("rows", [9, 1, 0])
+def test_one_pass_of_the_model_says_all_of_a_row(folder, rows, monkeypatch):
+    (x, y), (asked, truth) = rows_of(20), rows_of(9, seed=1)
+    asked, truth = asked[:rows], truth[:rows]
+    regressor = TransformerNPRegressor(folder, chunk=20, orders=2).fit(x, y)
+    truth[:1] = np.nan
+    predictor = regressor.predictor_
+    every = predictor.predict(asked, quantiles=(0.2, 0.9), y=truth)
+    passes, decode = [], predictor.model.decode
+
+    def counted(*arguments):
+        passes.append(1)
+        return decode(*arguments)
+
+    monkeypatch.setattr(predictor.model, "decode", counted)
+    # scikit-learn takes no rows for a mistake.
+    said = regressor.predict_distribution(asked) if rows else predictor.distribution(asked)
+    found = said.mean, said.standard_deviation, said.quantiles((0.2, 0.9)), said.log_prob(truth)
+    assert sum(passes) == min(rows, 1)
+    for one, other in zip(found, every, strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(ValueError, match=rf"wanted y of shape \({rows},\); got \({rows + 1},\)"):
+        said.log_prob(np.zeros(rows + 1))
+
+
 def test_orders_of_columns_are_mixed_as_likely_each(folder, assert_same_but_for_rounding):
     (x, y), (asked, truth) = rows_of(20), rows_of(9, seed=1)
     options = {"dtype": "float64", "chunk": 4}

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from fusewright.mixture_head import GaussianMixtureHead
 from torch import Tensor
 
-from ..data.columns import Columns
+from ..data.columns import Column, Columns
 from ..models.transformer_np import TransformerNP, sample_jointly
 
 # Targets that go through the model at once: 110 MB of the base preset's hidden values in its head.
@@ -35,6 +36,56 @@ class Predicted(NamedTuple):
     standard_deviation: np.ndarray
     quantiles: np.ndarray
     log_probability: np.ndarray | None
+
+
+class PredictedDistribution:
+    """What is said of n targets: a mixture of normals for each, of which everything else is
+    computed without the model, in fp64 and the units of the output.
+    """
+
+    def __init__(self, head: GaussianMixtureHead, output: Column, params: Tensor) -> None:
+        """Take mixtures ``params [1, n, 1, K, 3]`` of standardised outputs."""
+        self._head, self._output, self._params = head, output, params
+
+    @property
+    def mean(self) -> np.ndarray:
+        """``[n]``."""
+        return self._numpy(self._head.mean(self._params)) * self._output.scale + self._output.mean
+
+    @property
+    def standard_deviation(self) -> np.ndarray:
+        """``[n]``, of an observation."""
+        return self._numpy(self._head.variance(self._params).sqrt()) * self._output.scale
+
+    def quantiles(self, levels: Sequence[float]) -> np.ndarray:
+        """``[n, Q]``, of levels between 0 and 1."""
+        found = self._head.quantiles(self._params, levels)[0, :, 0]
+        return found.double().cpu().numpy() * self._output.scale + self._output.mean
+
+    def log_prob(self, y: np.ndarray) -> np.ndarray:
+        """log p(y) of the targets' ``y [n]``, in nats; NaN where that is.
+
+        Raises:
+            ValueError: y is of another number of targets.
+        """
+        y = np.asarray(y, dtype=np.float64)
+        if y.shape != (wanted := (self._params.shape[1],)):
+            raise ValueError(f"wanted y of shape {wanted}; got {y.shape}")
+        # An unknown y has no probability; what stands in its place counts for nothing.
+        asked = torch.from_numpy(np.nan_to_num(self._output.standardised(y)))
+        log_p = self._head.log_likelihood(self._params, asked.to(self._params)[None, :, None])
+        return np.where(np.isnan(y), np.nan, self._numpy(log_p) - math.log(self._output.scale))
+
+    def sample(self, count: int, generator: torch.Generator) -> np.ndarray:
+        """``[n, count]`` draws, each target and each draw on its own."""
+        many = self._params.unsqueeze(-3)
+        many = many.expand(*many.shape[:-3], count, *many.shape[-2:])
+        drawn = self._head.sample(many, generator=generator).reshape(-1, count)
+        return drawn.double().cpu().numpy() * self._output.scale + self._output.mean
+
+    def _numpy(self, found: Tensor) -> np.ndarray:
+        """``[1, n, 1]`` as ``[n]``."""
+        return found.flatten().double().cpu().numpy()
 
 
 class Predictor:
@@ -75,40 +126,29 @@ class Predictor:
         self, x: np.ndarray, *, quantiles: Sequence[float] = (), y: np.ndarray | None = None
     ) -> Predicted:
         """Of targets ``x [n, d_x]``, n >= 0, and their ``y [n]`` where these are known."""
-        head, output = self.model.head, self.columns.output
-        parts: list[list[Tensor]] = []
-        for first, params in self._params(x):
-            moments = [head.mean(params), head.variance(params).sqrt()]
-            found = [*moments, head.quantiles(params, quantiles).squeeze(-2)]
+        parts: list[list[np.ndarray]] = []
+        for first, part in self._parts(x):
+            found = [part.mean, part.standard_deviation, part.quantiles(quantiles)]
             if y is not None:
-                # An unknown y has no probability; what stands in its place counts for nothing.
-                part = output.standardised(y[first : first + self.chunk])
-                asked = self._tensor(np.nan_to_num(part)).unsqueeze(-1)
-                log_p = head.log_likelihood(params, asked)
-                found.append(
-                    torch.where(self._tensor(np.isnan(part))[..., None] > 0, np.nan, log_p)
-                )
-            parts.append([each.squeeze(0).double().cpu() for each in found])
+                found.append(part.log_prob(y[first : first + self.chunk]))
+            parts.append(found)
         if not parts:
             nothing, none = np.empty(0), np.empty((0, len(quantiles)))
             return Predicted(nothing, nothing, none, None if y is None else nothing)
-        columns = [torch.cat(each).numpy() for each in zip(*parts, strict=True)]
-        return Predicted(
-            columns[0][:, 0] * output.scale + output.mean,
-            columns[1][:, 0] * output.scale,
-            columns[2] * output.scale + output.mean,
-            None if y is None else columns[3][:, 0] - math.log(output.scale),
-        )
+        mean, deviation, of_levels, *rest = map(np.concatenate, zip(*parts, strict=True))
+        return Predicted(mean, deviation, of_levels, rest[0] if rest else None)
+
+    def distribution(self, x: np.ndarray) -> PredictedDistribution:
+        """Of targets ``x [n, d_x]``, all at once: 12 K bytes each in fp32, of K components."""
+        model = self.model
+        none = self.y.new_empty(1, 0, 1, model.config.components * len(self.orders), 3)
+        found = torch.cat([none, *(params for _, params in self._params(x))], 1)
+        return PredictedDistribution(model.head, self.columns.output, found)
 
     def sample(self, x: np.ndarray, count: int, generator: torch.Generator) -> np.ndarray:
         """``[n, count]`` draws, fp64, each target and each draw on its own."""
-        output = self.columns.output
-        parts = [np.empty((0, count))]
-        for _, params in self._params(x):
-            many = params.unsqueeze(-3).expand(*params.shape[:-2], count, *params.shape[-2:])
-            drawn = self.model.head.sample(many, generator=generator)
-            parts.append(drawn.reshape(-1, count).double().cpu().numpy())
-        return np.concatenate(parts) * output.scale + output.mean
+        parts = [part.sample(count, generator) for _, part in self._parts(x)]
+        return np.concatenate([np.empty((0, count)), *parts])
 
     def sample_jointly(
         self, x: np.ndarray, count: int, generator: torch.Generator, *, permuted: bool = False
@@ -123,6 +163,12 @@ class Predictor:
         drawn = sample_jointly(self.model, *rows, permuted=permuted, generator=generator).y
         values: np.ndarray = drawn.squeeze(-1).mT.double().cpu().numpy()
         return values * self.columns.output.scale + self.columns.output.mean
+
+    def _parts(self, x: np.ndarray) -> Iterator[tuple[int, PredictedDistribution]]:
+        """Of each part the number of its first target, and what is said of it."""
+        head, output = self.model.head, self.columns.output
+        for first, params in self._params(x):
+            yield first, PredictedDistribution(head, output, params)
 
     @torch.no_grad()
     def _params(self, x: np.ndarray) -> Iterator[tuple[int, Tensor]]:

@@ -20,7 +20,7 @@ from sklearn.utils.validation import (  # type: ignore[import-untyped]
 from ..data.columns import Column, Columns
 from ..devices import usable_device
 from ..models.transformer_np import TransformerNP
-from .predictor import CHUNK, Predicted, Predictor
+from .predictor import CHUNK, Predicted, PredictedDistribution, Predictor
 from .trained import PRETRAINED, load_trained
 
 Scaling = Literal["auto", "rows", "none"]
@@ -58,6 +58,7 @@ class TransformerNPRegressor(RegressorMixin, BaseEstimator):
     Example:
         >>> regressor = TransformerNPRegressor().fit(X, y)    # or of "runs/my-run"
         >>> mean, std = regressor.predict(X_new, return_std=True)
+        >>> said = regressor.predict_distribution(X_new)      # said.mean, said.log_prob(y_new)
         >>> draws = regressor.sample(X_new, 10)                    # [rows, 10]
     """
 
@@ -112,6 +113,14 @@ class TransformerNPRegressor(RegressorMixin, BaseEstimator):
         if quantiles is not None:
             every.append(found.quantiles)
         return every[0] if len(every) == 1 else tuple(every)
+
+    def predict_distribution(self, X: Any) -> PredictedDistribution:
+        """What is said of each row, from one pass of the model: ``mean``, ``standard_deviation``,
+        ``quantiles(levels)`` and ``log_prob(y)`` of it are those of the methods of this class,
+        which take a pass each; errors as of ``predict``.
+        """
+        x = self._checked(X)
+        return self.predictor_.distribution(x)
 
     def sample(
         self,

@@ -101,6 +101,5 @@ class Ours:
         self.regressor = TransformerNPRegressor(model)
 
     def __call__(self, split: Split) -> Said:
-        regressor = self.regressor.fit(split.x, split.y)
-        mean, quantiles = regressor.predict(split.x_asked, quantiles=LEVELS)
-        return Said(mean, regressor.log_prob(split.x_asked, split.y_asked), *quantiles.T)
+        said = self.regressor.fit(split.x, split.y).predict_distribution(split.x_asked)
+        return Said(said.mean, said.log_prob(split.y_asked), *said.quantiles(LEVELS).T)

@@ -7,6 +7,8 @@ dq = scale ds k,  dk = scale ds^T q,  dv = p^T do,  dsink = -sum(exp(sink - lse)
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .._core.precision import wide
@@ -16,9 +18,16 @@ Tensor = torch.Tensor
 
 
 def probabilities(
-    q: Tensor, k: Tensor, seen: Tensor | None, scale: float, sinks: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """softmax of the scores over the keys that a row sees, zero without any; and the log-sum-exp.
+    q: Tensor,
+    k: Tensor,
+    seen: Tensor | None,
+    scale: float,
+    sinks: Tensor | None = None,
+    *,
+    with_lse: bool = True,
+) -> tuple[Tensor, Any]:
+    """softmax of the scores over the keys that a row sees, zero without any; and the log-sum-exp,
+    None where it is not asked for: it takes longer than the softmax.
     ``seen`` is broadcast to the scores; None: every key. k has the heads of q. ``sinks``
     are one score more of each row, for a key that has no value; minus infinity is none.
     """
@@ -29,24 +38,24 @@ def probabilities(
         last = wide(sinks).to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, last], -1)
         some = scores.ne(float("-inf")).any(-1)
-        p, lse = of_some_rows(scores, some)
+        p, lse = of_some_rows(scores, some, with_lse)
         return p[..., :-1], lse
     if seen is None and k.shape[1] > 0:
-        return scores.softmax(-1), scores.logsumexp(-1)
+        return scores.softmax(-1), scores.logsumexp(-1) if with_lse else None
     if seen is None:
         seen = torch.ones(1, k.shape[1], dtype=torch.bool, device=k.device)
     some = seen.any(-1)
-    return of_some_rows(scores.masked_fill(~seen, float("-inf")), some)
+    return of_some_rows(scores.masked_fill(~seen, float("-inf")), some, with_lse)
 
 
-def of_some_rows(scores: Tensor, some: Tensor) -> tuple[Tensor, Tensor]:
+def of_some_rows(scores: Tensor, some: Tensor, with_lse: bool) -> tuple[Tensor, Any]:
     """softmax and log-sum-exp of ``some`` rows; of the others, without a score, zero and minus
     infinity.
     """
     # They get scores of zero, so that no gradient is infinity minus infinity.
     scores = torch.where(some.unsqueeze(-1), scores, 0.0)
     p = torch.where(some.unsqueeze(-1), scores.softmax(-1), 0.0)
-    return p, torch.where(some, scores.logsumexp(-1), float("-inf"))
+    return p, torch.where(some, scores.logsumexp(-1), float("-inf")) if with_lse else None
 
 
 def gradients(
@@ -64,7 +73,7 @@ def gradients(
     """
     key_heads = k.shape[2]
     k, v = of_each_head(q, k, v)
-    p, lse = probabilities(q, k, seen, scale, sinks)
+    p, lse = probabilities(q, k, seen, scale, sinks, with_lse=sinks is not None)
     dp = torch.einsum("bnhd,bmhd->bhnm", do, v)
     delta = (p * dp).sum(-1, keepdim=True)
     if dlse is not None:

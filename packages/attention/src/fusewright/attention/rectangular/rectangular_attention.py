@@ -181,7 +181,5 @@ def _attention(q, k, v, scale, key_lengths, sinks, backend, with_lse):
         check_sinks(sinks, q)
     if not uses_triton(q, backend):
         with without_autocast(q.device):
-            return reference.rectangular_attention_with_lse(
-                q, k, v, key_lengths, sinks, scale=scale
-            )
+            return reference.outputs(q, k, v, key_lengths, sinks, scale, with_lse=with_lse)
     return _forward(q, k, v, key_lengths, sinks, scale, with_lse)[:2]

@@ -8,6 +8,8 @@ op's derivatives, first and second.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .._core.precision import wide
@@ -26,7 +28,7 @@ def rectangular_attention(
     scale: float,
 ) -> Tensor:
     """o = softmax(scale q k^T) v for each head; see the public function."""
-    return rectangular_attention_with_lse(q, k, v, key_lengths, sinks, scale=scale)[0]
+    return outputs(q, k, v, key_lengths, sinks, scale, with_lse=False)[0]
 
 
 def rectangular_attention_with_lse(
@@ -39,9 +41,24 @@ def rectangular_attention_with_lse(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse), lse = log(sum(exp(scale q k^T))) of each row, [B, H, Nq]."""
+    return outputs(q, k, v, key_lengths, sinks, scale, with_lse=True)
+
+
+def outputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_lengths: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    *,
+    with_lse: bool,
+) -> tuple[Tensor, Any]:
+    """(o, lse), lse None where it is not asked for."""
     present, k_wide, v_wide = without_absent_keys(k, v, key_lengths)
     k_wide, v_wide = of_each_head(q, k_wide, v_wide)
-    p, lse = probabilities(wide(q), k_wide, of_all_rows(present), scale, sinks)
+    options: dict[str, Any] = {"sinks": sinks, "with_lse": with_lse}
+    p, lse = probabilities(wide(q), k_wide, of_all_rows(present), scale, **options)
     o = torch.einsum("bhnm,bmhd->bnhd", p, v_wide)
     return o.to(q.dtype).contiguous(), lse
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fusewright.memory_mlp import NeuralMemory
+from fusewright.memory_mlp.scan import launch, launch_deep
 from torch.utils._pytree import tree_flatten
 
 from .compared import assert_same_but_for_rounding
@@ -456,3 +458,24 @@ def test_state_of_another_batch_or_memory_is_refused(memory_of):
         memory.reset(memory.init_state(2), torch.zeros(3, dtype=torch.bool, device=x.device))
     with pytest.raises(TypeError, match=r"rows must be a bool tensor, got torch.int64"):
         memory.reset(memory.init_state(2), torch.zeros(2, dtype=torch.int64, device=x.device))
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_tokens_of_a_chunk_one_by_one_share_kernels(layers, device, monkeypatch):
+    """Each number of tokens would take seconds to compile."""
+    module = launch if layers == 2 else launch_deep
+    made, chunks = module.problem_of, set()
+
+    def recorded(*arguments):
+        problem = made(*arguments)
+        chunks.add(problem.chunk)
+        return problem
+
+    monkeypatch.setattr(module, "problem_of", recorded)
+    torch.manual_seed(0)
+    memory = NeuralMemory(8, heads=1, hidden=6, layers=layers, chunk=32, backend="triton")
+    memory, state = memory.to(device), None
+    with torch.no_grad():
+        for _ in range(33):
+            _, state, _ = memory(torch.randn(1, 1, 8, device=device), state)
+    assert chunks == {16, 32}

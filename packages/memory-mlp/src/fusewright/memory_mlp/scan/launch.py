@@ -350,10 +350,17 @@ def problem_of(
     shape: tuple[int, int, int, int], options: Options, rows: Layout, device: torch.device
 ) -> Problem:
     hidden, chunk, activation, read, residual_norm, precision = options
-    # A chunk is no longer than there are tokens.
-    sizes = *shape, hidden, min(chunk, shape[1])
+    sizes = *shape, hidden, chunk_of(chunk, shape[1])
     choices = activation, read, residual_norm, precision
     return Problem(*sizes, *choices, rows[0], device)
+
+
+def chunk_of(chunk: int, tokens: int) -> int:
+    """The chunk that kernels are compiled for: where there are fewer tokens, no longer than the
+    block that holds these. Of a chunk that comes token by token each number of tokens would
+    otherwise have kernels of its own.
+    """
+    return min(chunk, max(FEWEST_ROWS, power_of_2(tokens)))
 
 
 def read_launch(

@@ -27,7 +27,7 @@ from .._core.lazy import lazy_module
 from .._core.precision import power_of_2
 from ..common.deep_weights import deep_matrices, deep_size
 from ..common.operands import FEWEST_ROWS, SMALLEST_TILE, head_strides, product_precision
-from .launch import OPERANDS, decays_launch
+from .launch import OPERANDS, chunk_of, decays_launch
 
 if TYPE_CHECKING:
     from . import kernels, kernels_deep
@@ -307,9 +307,7 @@ def problem_of(
     shape: tuple[int, int, int, int], options: Options, rows: Layout, device: torch.device
 ) -> DeepProblem:
     layers, hidden, chunk, activation, read, residual_norm, precision = options
-    # A chunk is no longer than there are tokens.
-    chunk = min(chunk, shape[1])
-    sizes = *shape, layers, hidden, chunk
+    sizes = *shape, layers, hidden, chunk_of(chunk, shape[1])
     choices = activation, read, residual_norm, precision
     return DeepProblem(*sizes, *choices, rows[0], device)
 

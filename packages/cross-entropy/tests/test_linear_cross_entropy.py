@@ -44,12 +44,13 @@ def assert_same(found, expected) -> None:
         assert (value - other).abs().max() <= bound
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("shape", [(33,), (3, 11), (1,), (8,), (2, 2, 5)], ids=str)
-def test_loss_and_gradients_are_those_of_all_logits(way, shape):
+def test_loss_and_gradients_are_those_of_all_logits(way, shape, reduction):
     x, weight, targets = operands(*shape)
     results = []
     for function in (linear_cross_entropy, plain):
-        loss = function(x, weight, targets)
+        loss = function(x, weight, targets, reduction=reduction)
         results.append([loss, *torch.autograd.grad(3.0 * loss, (x, weight))])
     assert_same(*results)
 
@@ -59,11 +60,12 @@ def test_ignored_rows_count_for_nothing(way, ignored):
     x, weight, targets = operands(3, 11)
     targets[0, 2:5] = ignored
     targets[2] = ignored
-    results = []
-    for function in (linear_cross_entropy, plain):
-        loss = function(x, weight, targets, ignore_index=ignored)
-        results.append([loss, *torch.autograd.grad(loss, (x, weight))])
-    assert_same(*results)
+    for reduction in ("sum", "mean"):
+        results = []
+        for function in (linear_cross_entropy, plain):
+            loss = function(x, weight, targets, ignore_index=ignored, reduction=reduction)
+            results.append([loss, *torch.autograd.grad(loss, (x, weight))])
+        assert_same(*results)
     dx = results[0][1]
     assert (dx[targets == ignored] == 0).all()
     assert (dx[targets != ignored] != 0).any()
@@ -100,6 +102,13 @@ def test_nothing_to_predict_gives_nan_and_gradients_of_zero(way):
     assert loss.isnan()
     assert not any(grad.any() for grad in torch.autograd.grad(loss, (x, weight)))
     assert linear_cross_entropy(x[:0], weight, targets[:0]).isnan()
+
+
+def test_sum_over_nothing_is_zero_and_so_are_its_gradients(way):
+    x, weight, targets = operands(5)
+    loss = linear_cross_entropy(x, weight, torch.full_like(targets, IGNORED), reduction="sum")
+    assert loss == 0.0
+    assert not any(grad.any() for grad in torch.autograd.grad(loss, (x, weight)))
 
 
 @pytest.mark.parametrize(
@@ -221,6 +230,11 @@ def test_compiled_loss_equals_eager_loss(monkeypatch, chosen):
 def test_operands_that_do_not_fit_are_refused(spoil, error, message):
     with pytest.raises(error, match=message):
         linear_cross_entropy(*spoil(*operands(5)))
+
+
+def test_reduction_must_be_one_of_two():
+    with pytest.raises(ValueError, match=r"reduction must be one of \('mean', 'sum'\), got 'none'"):
+        linear_cross_entropy(*operands(5), reduction="none")
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])

@@ -5,8 +5,15 @@ from __future__ import annotations
 from ._core.backends import Backend, available_backends
 from ._core.version import installed_version
 from ._core.warming import warm_up
-from .linear.linear_cross_entropy import linear_cross_entropy
+from .linear.linear_cross_entropy import Reduction, linear_cross_entropy
 
 __version__ = installed_version(__name__)
 
-__all__ = ["Backend", "__version__", "available_backends", "linear_cross_entropy", "warm_up"]
+__all__ = [
+    "Backend",
+    "Reduction",
+    "__version__",
+    "available_backends",
+    "linear_cross_entropy",
+    "warm_up",
+]

@@ -2,6 +2,8 @@ r"""Cross entropy over a large vocabulary, of which the logits are never all in 
 
     loss = mean over rows r with a target of  log sum_v exp(x_r . w_v) - x_r . w_target(r)
 
+or the sum over these rows.
+
 x is [.., d], one row for each target; weight is [V, d]. Rows are taken in chunks. The forward pass
 of a chunk makes its logits and, where a gradient is needed, overwrites them by their own
 gradient g = softmax(logits) - one_hot(target), and computes dx = g w and dw += g^T x:
@@ -24,6 +26,8 @@ bf16, so there our chunks do.
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
@@ -41,6 +45,7 @@ from .._core.precision import autocasts, without_autocast
 from . import launch, reference
 
 Tensor = torch.Tensor
+Reduction = Literal["mean", "sum"]
 
 # Of a chunk's logits: a quarter of a GiB in bf16. Source: docs/decisions/0007-chunks-h200.csv.
 CHUNK_ELEMENTS = 2**27
@@ -133,6 +138,7 @@ def linear_cross_entropy(
     targets: Tensor,
     *,
     ignore_index: int = -100,
+    reduction: Reduction = "mean",
     backend: Backend = "auto",
 ) -> Tensor:
     """``F.cross_entropy(F.linear(x, weight), targets)`` without its logits.
@@ -143,22 +149,26 @@ def linear_cross_entropy(
         targets: ``[..]``, int64, each below V or ``ignore_index``. They are not read for a check:
             others make the loss NaN, or fail as in torch.
         ignore_index: rows with this target count for nothing and get gradients of zero.
+        reduction: "mean" over the rows that count, or their "sum": where a batch comes in parts, of
+            which one may have other counts than the next.
         backend: "auto" takes the kernel for CUDA tensors and plain torch for CPU tensors, and on
             either torch's own function for fp32 and fp64 where torch has one; "reference" takes
             plain torch; "triton" takes the kernel, and raises where it cannot serve. While
             torch.compile traces, each takes torch's operations.
 
     Returns:
-        The mean over rows that count: a scalar in fp32 (fp64 for fp64 operands), NaN where none
-        does. Differentiable once in x and weight; nothing waits for the device.
+        A scalar in fp32 (fp64 for fp64 operands); where no row counts the mean is NaN, the sum 0.
+        Differentiable once in x and weight; nothing waits for the device.
 
     Raises:
         TypeError: x or weight is not a floating tensor, targets not int64, or ignore_index no whole
             number.
-        ValueError: shapes, dtypes or devices do not agree.
+        ValueError: shapes, dtypes or devices do not agree, or reduction is another word.
         RuntimeError: backend is "triton" and the kernel cannot serve this call.
     """
     check_backend(backend)
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"reduction must be one of {get_args(Reduction)}, got {reduction!r}")
     casts = _checked(x, weight, targets)
     ignore_index = checked_count("ignore_index", ignore_index, lowest=torch.iinfo(torch.int64).min)
     dtype = torch.get_autocast_dtype(x.device.type) if casts else weight.dtype
@@ -168,12 +178,13 @@ def linear_cross_entropy(
     chunks = _chunks(len(x), *weight.shape, whole=launches and dtype == torch.bfloat16)
     with without_autocast(x.device):
         if torchs:
-            return _torchs(x.to(dtype), weight.to(dtype), targets, ignore_index, chunks)
-        with_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-        total = _LinearCrossEntropy.apply(
-            x, weight, targets, ignore_index, dtype, chunks, with_gradient, launches
-        )
-        return _mean(total, targets, ignore_index)
+            total = _torchs(x.to(dtype), weight.to(dtype), targets, ignore_index, chunks)
+        else:
+            with_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+            total = _LinearCrossEntropy.apply(
+                x, weight, targets, ignore_index, dtype, chunks, with_gradient, launches
+            )
+        return total if reduction == "sum" else _mean(total, targets, ignore_index)
 
 
 def _chunks(rows: int, vocabulary: int, width: int, *, whole: bool) -> int:
@@ -202,10 +213,9 @@ def _torchs(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunk
     options = torch.nn.LinearCrossEntropyOptions(
         batch_chunk_size=max(1, cdiv(len(x), chunks)), allow_retain_graph=True
     )
-    total = F.linear_cross_entropy(
+    return F.linear_cross_entropy(
         x, weight, targets, ignore_index=ignore_index, reduction="sum", options=options
     )
-    return _mean(total, targets, ignore_index)
 
 
 def _checked(x: Tensor, weight: Tensor, targets: Tensor) -> bool:

@@ -13,13 +13,20 @@ Tensor = torch.Tensor
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
 ) -> Tensor:
-    """The mean over rows that count, of all logits at once: in the operands' dtype, what follows in
-    fp32 (in fp64 for fp64 operands).
+    """The mean or the sum over rows that count, of all logits at once: in the operands' dtype, what
+    follows in fp32 (in fp64 for fp64 operands).
     """
     logits = wide(F.linear(x, weight)).flatten(0, -2)
-    return F.cross_entropy(logits, targets.flatten(), ignore_index=ignore_index)
+    return F.cross_entropy(
+        logits, targets.flatten(), ignore_index=ignore_index, reduction=reduction
+    )
 
 
 def softmax_gradient(

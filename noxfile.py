@@ -208,6 +208,18 @@ def torchtitan(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def transformers(session: nox.Session) -> None:
+    """Models of transformers, patched; it wants other versions than those of all others."""
+    (models,) = workspace.integration()
+    install_isolated(session, models)
+    session.install("-c", "ci/constraints/transformers.txt", "transformers")
+    tests = [str(models.tests / name) for name in ("test_patch.py", "test_bench_llama.py")]
+    with session.chdir(session.create_tmp()):
+        command = ("python", "-m", "pytest", *tests, *PYTEST, *SPREAD, *session.posargs)
+        session.run(*command, env=ONE_THREAD)
+
+
+@nox.session(default=False)
 def mutations(session: nox.Session) -> None:
     """Changes of the source that once survived the tests, each of which has to fail one."""
     session.run("python", "ci/third_party.py", ".nox/third-party")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .models.hybrid import HYBRID, HybridConfig, HybridLM
     from .models.titan_mac import TITAN_MAC, TitanMAC, TitanMACConfig
     from .models.transformer_np import Prediction, TransformerNP, TransformerNPConfig
+    from .patching import Patch, patch
     from .prediction.regressor import TransformerNPRegressor
 
 try:
@@ -27,12 +28,14 @@ __all__ = [
     "TITAN_MAC",
     "HybridConfig",
     "HybridLM",
+    "Patch",
     "Prediction",
     "TitanMAC",
     "TitanMACConfig",
     "TransformerNP",
     "TransformerNPConfig",
     "TransformerNPRegressor",
+    "patch",
     "warm_up",
 ]
 
@@ -40,6 +43,7 @@ HOMES = {
     "HYBRID": ".models.hybrid",
     "HybridConfig": ".models.hybrid",
     "HybridLM": ".models.hybrid",
+    "Patch": ".patching",
     "Prediction": ".models.transformer_np",
     "TITAN_MAC": ".models.titan_mac",
     "TitanMAC": ".models.titan_mac",
@@ -47,6 +51,7 @@ HOMES = {
     "TransformerNP": ".models.transformer_np",
     "TransformerNPConfig": ".models.transformer_np",
     "TransformerNPRegressor": ".prediction.regressor",
+    "patch": ".patching",
     "warm_up": "fusewright.norm",
 }
 

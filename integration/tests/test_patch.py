@@ -1,0 +1,425 @@
+"""Models of transformers compute the same when they are patched, and what they leave is told."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from fusewright.feed_forward import silu_mul
+from fusewright_models import Patch, patch
+from fusewright_models.patching import PARTS, USUAL, forwards
+from fusewright_testkit import Yardstick
+from fusewright_testkit.yardstick import MOVES, Allowance, MovedResults
+from torch import Tensor
+from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .steps import check_steps
+
+transformers = pytest.importorskip(
+    "transformers", reason="the extra transformers, of nox -s transformers, is not installed"
+)
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+VOCABULARY, ROWS, LENGTH = 60, 2, 9
+SIZES = dict(
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=VOCABULARY,
+    max_position_embeddings=64,
+    pad_token_id=None,
+)
+# Of each family what its name does not say, and what cannot be replaced.
+GELU = "gating left: wanted networks gated by SiLU; got gelu_pytorch_tanh"
+FAMILIES = {
+    "Llama": ({}, ""),
+    "Mistral": ({"sliding_window": 4}, ""),
+    "Qwen2": ({}, ""),
+    "Qwen3": ({}, ""),
+    "Gemma": ({}, GELU),
+    "Gemma2": ({}, f"{GELU}; loss left: wanted logits as they are; got a softcapping of 30.0"),
+    "Gemma3": ({}, GELU),
+}
+every_family = pytest.mark.parametrize("family", FAMILIES)
+ATEN = torch.ops.aten
+
+
+def made(family: str = "Llama", dtype: torch.dtype = F32, **options):
+    """A random one, in eval mode; gains of norms are not one."""
+    config = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    config = getattr(transformers, config)(**SIZES | FAMILIES[family][0] | options)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    # Not the buffers: transformers keeps angles in fp32.
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+    return model.eval()
+
+
+def quietly_patched(model, *given, **options) -> Patch:
+    """What it leaves is shown elsewhere."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return patch(model, *given, **options)
+
+
+def patched(model, **options):
+    """The same model."""
+    return quietly_patched(model, **options).model
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    return torch.randint(VOCABULARY, (ROWS, LENGTH))
+
+
+class Unrounded(TorchDispatchMode):
+    """What is in fp64 stays so where transformers asks for fp32, but for angles, which have no
+    gradient.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        wide = func is ATEN._to_copy.default and args[0].dtype == F64
+        if wide and torch.is_grad_enabled():
+            kwargs = {**(kwargs or {}), "dtype": F64}
+        return func(*args, **(kwargs or {}))
+
+
+def function_of(model, **inputs):
+    """Of the model's parameters: the loss, or where there are no labels the logits."""
+    names = [name for name, _ in model.named_parameters()]
+
+    def function(*parameters: Tensor) -> Tensor:
+        exact = Unrounded() if parameters[0].dtype == F64 else nullcontext()
+        with exact:
+            found = functional_call(model, dict(zip(names, parameters, strict=True)), (), inputs)
+        return found.logits if found.loss is None else found.loss
+
+    return function
+
+
+def check(model, options, **inputs) -> None:
+    """Loss or logits, and all gradients of a patched copy, are held to those of the model.
+
+    Of one number, or of few, torch's error is one draw of roundings: the allowance is also that of
+    others, as in the comparison of steps.
+    """
+    reference = function_of(model, **inputs)
+    yardstick = Yardstick(reference, list(model.parameters()))
+    runs = [yardstick.run(reference)]
+    for _ in range(MOVES):
+        with MovedResults(model.dtype):
+            runs.append(yardstick.run(reference, F64))
+    yardstick.allowed = list(map(Allowance.of, yardstick.truth, *runs))
+    yardstick.check(function_of(patched(copy.deepcopy(model), **options), **inputs))
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
+@every_family
+def test_loss_and_gradients_are_those_of_transformers(family, dtype, backend, tokens):
+    tokens[0, 2:4] = 0
+    labels = tokens.where(tokens != 0, -100)
+    model = made(family, dtype).train()
+    check(model, {"backend": backend}, input_ids=tokens, labels=labels)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
+@every_family
+def test_logits_and_their_gradients_are_those_of_transformers(family, dtype, tokens):
+    check(made(family, dtype), {"backend": "triton"}, input_ids=tokens)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_loss_and_gradients_under_autocast_are_those_of_transformers(family, tokens):
+    """Residuals are in fp32, and what is added to them in bf16."""
+
+    def loss_of(model, step):
+        exact = Unrounded() if model.dtype == F64 else nullcontext()
+        with exact:
+            return model(input_ids=tokens, labels=tokens).loss
+
+    model = made(family).train()
+    ours = patched(copy.deepcopy(model), backend="triton")
+    check_steps(ours, model, loss_of, (0,), steps=1, dtype=BF16)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_alone_gives_the_same(part, tokens):
+    model = made().train()
+    found = patch(copy.deepcopy(model), parts=[part])
+    assert list(found.replaced) == [part]
+    assert found.left == {}
+    check(model, {"parts": [part], "backend": "triton"}, input_ids=tokens, labels=tokens)
+
+
+def test_attention_of_ours_gives_the_same_without_a_warning(tokens):
+    model = made("Qwen3", BF16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(model, {"parts": PARTS, "backend": "triton"}, input_ids=tokens)
+
+
+@pytest.mark.parametrize(
+    ("family", "masked", "reason"),
+    [("Llama", True, "a mask"), ("Mistral", False, "a mask")],
+    ids=["padding", "window"],
+)
+def test_torchs_attention_takes_what_ours_does_not_and_says_so(family, masked, reason, tokens):
+    model = made(family)
+    inputs = {"input_ids": tokens}
+    if masked:
+        inputs["attention_mask"] = torch.ones_like(tokens)
+        inputs["attention_mask"][0, :3] = 0
+    with pytest.warns(UserWarning, match=f"got {reason}, .*: torch's takes its place"):
+        check(model, {"parts": PARTS}, **inputs)
+
+
+def test_scores_that_are_capped_are_left_to_others(tokens):
+    with pytest.raises(ValueError, match=r"attention cannot be replaced: .* a softcapping of 50"):
+        patch(made("Gemma2"), parts=["attention"])
+
+
+def bits(model, tokens) -> list[Tensor]:
+    """Loss and gradients."""
+    loss = model(input_ids=tokens, labels=tokens).loss
+    return [loss.detach(), *torch.autograd.grad(loss, model.parameters())]
+
+
+def assert_same_bits(found, expected) -> None:
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("parts", [USUAL, PARTS], ids=["usual", "attention"])
+def test_what_is_undone_is_as_it_was_and_other_models_never_change(parts, tokens):
+    model, other, third = (made(dtype=BF16).train() for _ in range(3))
+    before = bits(model, tokens)
+    first, second = (patch(each, parts=parts) for each in (model, third))
+    changed = bits(model, tokens)
+    assert not all(map(torch.equal, changed, before))
+    assert_same_bits(bits(other, tokens), before)
+    first.undo()
+    assert_same_bits(bits(model, tokens), before)
+    assert_same_bits(bits(third, tokens), changed)
+    assert first.replaced == {}
+    first.undo()
+    second.undo()
+    assert_same_bits(bits(third, tokens), before)
+    patch(model, parts=parts)
+    assert_same_bits(bits(model, tokens), changed)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_are_patched_by_themselves(again, tokens):
+    model = patched(made(dtype=BF16).train())
+    expected = bits(model, tokens)
+    twin = again(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert_same_bits(bits(twin, tokens), expected)
+
+
+@every_family
+def test_what_stays_is_told_and_an_error_where_it_was_named(family):
+    left = FAMILIES[family][1]
+    model = made(family)
+    if not left:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = patch(model)
+        assert list(found.replaced) == list(USUAL)
+        assert found.replaced["gating"] == SIZES["num_hidden_layers"]
+        return
+    with pytest.raises(ValueError, match="gating cannot be replaced: wanted networks gated by"):
+        patch(model, parts=["norm", "gating"])
+    with pytest.warns(UserWarning, match=left):
+        found = patch(model)
+    assert left in str(found)
+    assert {*found.left, *found.replaced} == set(USUAL)
+    for part, forward in (("gating", model.model.layers[0].mlp), ("loss", model)):
+        assert ("forward" in vars(forward)) == (part in found.replaced)
+
+
+class Norm(transformers.models.llama.modeling_llama.LlamaRMSNorm):
+    """Of another library."""
+
+
+def test_classes_of_others_are_left_and_told():
+    model = made()
+    model.model.norm = Norm(SIZES["hidden_size"])
+    with pytest.warns(UserWarning, match="norm left: wanted LlamaRMSNorm; got Norm"):
+        assert "norm" not in patch(model).replaced
+
+
+def test_head_that_is_not_plain_computes_logits_and_says_so(tokens):
+    model = patched(made().train())
+    model.lm_head = torch.nn.Linear(SIZES["hidden_size"], VOCABULARY)
+    with pytest.warns(UserWarning, match="logits are computed, by a head that is Linear"):
+        found = model(input_ids=tokens, labels=tokens)
+    assert found.logits.shape == (ROWS, LENGTH, VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda: patch(torch.nn.Linear(1, 1)), TypeError, "one of LlamaForCausalLM, .*got Linear"),
+        (lambda: patch(made().model), TypeError, "got LlamaModel"),
+        (lambda: patch(patched(made())), ValueError, "got one that is patched already"),
+        (lambda: patch(made(), parts=["norms"]), ValueError, r"got \['norms'\]"),
+        (lambda: patch(made(), parts="norm"), ValueError, "got 'norm'"),
+        (
+            lambda: patch(made(), torch.optim.SGD([torch.zeros(1)])),
+            TypeError,
+            "got torch.optim.sgd.SGD",
+        ),
+    ],
+    ids=["linear", "base", "twice", "part", "word", "optimizer"],
+)
+def test_what_cannot_be_patched_is_refused(call, error, said):
+    with pytest.raises(error, match=said):
+        call()
+
+
+def test_refused_patch_changes_nothing(tokens):
+    model = made(dtype=BF16).train()
+    before = bits(model, tokens)
+    with pytest.raises(TypeError, match=r"got torch\.optim\.sgd\.SGD"):
+        patch(model, torch.optim.SGD(model.parameters()))
+    assert_same_bits(bits(model, tokens), before)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_optimizer_goes_on_where_torchs_was(kind, tokens, assert_same_but_for_rounding):
+    model = made(dtype=F64).train()
+    rows = model.model.embed_tokens.weight
+    others = [p for p in model.parameters() if p is not rows]
+    groups = [
+        {"params": [rows], "lr": 0.01},
+        {"params": others, "weight_decay": 0.3, "betas": (0.8, 0.9)},
+    ]
+    optimizer = kind(groups, lr=0.02, eps=1e-6, foreach=False)
+
+    def train(optimizer, steps=2):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    train(optimizer)
+    start = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    expected = train(optimizer)
+    model.load_state_dict(start[0])
+    optimizer.load_state_dict(start[1])
+    ours = patch(model, optimizer, parts=[]).optimizer
+    assert_same_but_for_rounding(train(ours), expected)
+    assert [group["lr"] for group in ours.param_groups] == [0.01, 0.02]
+
+
+@pytest.mark.parametrize("way", ["shifted", "items", "number", "ignored", "tuple"])
+def test_loss_takes_what_that_of_transformers_takes(way, tokens, assert_same_but_for_rounding):
+    labels = tokens.clone()
+    if way != "ignored":
+        labels[0, :5] = -100
+    options = {
+        "shifted": dict(shift_labels=labels.roll(-1, 1)),
+        "items": dict(num_items_in_batch=torch.tensor(23)),
+        "number": dict(num_items_in_batch=7),
+        "ignored": dict(ignore_index=int(tokens[1, 3])),
+        "tuple": dict(return_dict=False),
+    }[way]
+    model = made(dtype=F64).train()
+    with Unrounded():
+        expected, found = (
+            each(input_ids=tokens, labels=labels, **options)
+            for each in (model, patched(copy.deepcopy(model)))
+        )
+    if way == "tuple":
+        # The logits are the second of transformers'.
+        assert isinstance(found, tuple)
+        assert len(found) == len(expected) - 1
+        assert_same_but_for_rounding(found[:1], expected[:1])
+    else:
+        assert found.logits is None
+        assert_same_but_for_rounding([found.loss], [expected.loss])
+
+
+def test_texts_go_on_as_before(tokens):
+    model = made("Qwen3", F64)
+    inputs = dict(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    inputs["attention_mask"][0, :4] = 0
+    options = dict(max_new_tokens=6, do_sample=False)
+    expected = model.generate(**inputs, **options)
+    assert torch.equal(patched(model).generate(**inputs, **options), expected)
+
+
+def test_evaluation_has_logits_and_loss_of_transformers(tokens):
+    model = made(dtype=BF16)
+    part = patch(model, parts=["loss"])
+    found = model(input_ids=tokens, labels=tokens)
+    part.undo()
+    expected = model(input_ids=tokens, labels=tokens)
+    assert torch.equal(found.logits, expected.logits)
+    assert torch.equal(found.loss, expected.loss)
+
+
+class Products(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (ATEN.mm.default, ATEN.addmm.default, ATEN.bmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "again"])
+def test_gating_that_is_computed_again_is_not_kept_and_costs_no_product(
+    recompute, tokens, monkeypatch
+):
+    model = patched(made().train(), recompute=recompute)
+    expected = bits(patched(made().train(), recompute=not recompute), tokens)
+    made_by_gating = []
+
+    def noted(*given, **options):
+        y = silu_mul(*given, **options)
+        made_by_gating.append(StorageWeakRef(y.untyped_storage()))
+        return y
+
+    monkeypatch.setattr(forwards, "silu_mul", noted)
+    with Products() as products:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        forward = products.count
+        layers = SIZES["num_hidden_layers"]
+        assert [each.expired() for each in made_by_gating] == [recompute] * layers
+        gradients = torch.autograd.grad(loss, model.parameters())
+    assert len(made_by_gating) == layers * (1 + recompute)
+    assert_same_bits([loss, *gradients], expected)
+    # Of each weight one forward and two backward; attention and the loss make some of their own.
+    linears = sum(isinstance(module, torch.nn.Linear) for module in model.model.modules())
+    assert products.count - forward <= 2 * forward
+    assert forward >= linears
+
+
+def test_checkpointing_of_transformers_gives_the_same_bits(tokens):
+    model = patched(made(dtype=BF16).train())
+    expected = bits(model, tokens)
+    model.gradient_checkpointing_enable()
+    assert_same_bits(bits(model, tokens), expected)
+
+
+def test_compiled_model_computes_the_same(tokens, assert_same_but_for_rounding):
+    model = patched(made(dtype=F64).train())
+    expected = bits(model, tokens)
+    model.compile(fullgraph=True, backend="aot_eager")
+    assert_same_but_for_rounding(bits(model, tokens), expected)

@@ -25,6 +25,9 @@ from .harness import Harness
 from .hybrid import PROVIDER_NAMES as HYBRID_PROVIDERS
 from .hybrid import SHAPES as HYBRID_SHAPES
 from .hybrid import HybridHarness
+from .llama import LLAMA, LlamaHarness
+from .llama import PROVIDER_NAMES as LLAMA_PROVIDERS
+from .llama import SHAPES as LLAMA_SHAPES
 from .matrix import MatrixHarness
 from .providers import PROVIDER_NAMES, SDPA_CHOICES, by_comma, chosen_providers
 from .results import environment_name
@@ -210,6 +213,32 @@ def hybrid(
     bench_all(shapes, harness.bench, providers)
 
 
+def llama(
+    preset: Annotated[str, typer.Option(help=f"Of {', '.join(LLAMA)}.")] = "1b",
+    shape: TextShapes = None,
+    provider: Annotated[
+        str, typer.Option(help=f"By comma, of {', '.join(LLAMA_PROVIDERS)}.")
+    ] = "all",
+    device: Device = "cuda",
+    seconds: Seconds = 6.0,
+    check: Annotated[
+        bool, typer.Option(help="Hold the first loss and all gradients against fp32.")
+    ] = True,
+    out: Out = None,
+) -> None:
+    """Time training steps of a Llama of transformers with drawn weights: as it is, compiled, with
+    Liger's kernels where they are installed, and patched with ours.
+
+    The exit code is 1 where ours fails.
+    """
+    with usage_errors():
+        config, shapes = config_and_shapes(preset, LLAMA, shape, LLAMA_SHAPES)
+        providers = by_comma("provider", provider, LLAMA_PROVIDERS)
+        where = checked_device(device)
+    harness = made(LlamaHarness, config, where, seconds, check, out, "weights in bf16")
+    bench_all(shapes, harness.bench, providers)
+
+
 def generate(
     model: Annotated[str, typer.Argument(help=f"Of {', '.join(GENERATING)}.")],
     preset: Annotated[str | None, typer.Option(help="Default: l4 or mini.")] = None,
@@ -293,11 +322,12 @@ def made(
     seconds: float,
     check: bool,
     out: Path | None,
+    precision: str = "bf16 autocast over fp32 weights",
 ) -> HarnessT:
     """The harness of a model, once its environment has been printed."""
     console = Console(width=160)
     name = environment_name(device)
-    console.print(f"{name}: bf16 autocast over fp32 weights, AdamW", highlight=False)
+    console.print(f"{name}: {precision}, AdamW", highlight=False)
     file = out / f"{name}.csv" if out else None
     return kind(config, device, seconds, check, file, console)
 
@@ -313,6 +343,7 @@ app.callback(invoke_without_command=True)(main)
 app.command("matrix")(matrix)
 app.command("titan-mac")(titan_mac)
 app.command("hybrid")(hybrid)
+app.command("llama")(llama)
 app.command("generate")(generate)
 app.command("scaling")(scaling)
 

@@ -116,7 +116,7 @@ class Clock:
 
 @dataclass
 class Step:
-    """Data, forward pass under bf16 autocast, backward pass, optimizer.
+    """Data, forward pass, backward pass, optimizer.
 
     Attributes:
         model: on the device that is measured.
@@ -125,6 +125,7 @@ class Step:
         loss_function: ``(model, data)`` to the loss.
         optimizer: over the model's parameters.
         reads: whether the host reads each loss.
+        autocast: whether the forward pass is under autocast for bf16.
     """
 
     model: nn.Module
@@ -133,6 +134,7 @@ class Step:
     loss_function: Callable[[Any, Any], Tensor]
     optimizer: Optimizer
     reads: bool = False
+    autocast: bool = True
 
     @property
     def device(self) -> torch.device:
@@ -143,7 +145,7 @@ class Step:
         mark()
         data = self.sampler.sample(self.batch)
         mark()
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             loss = self.loss_function(self.model, data)
         mark()
         loss.backward()

@@ -55,7 +55,7 @@ TOLD_OF_TEXT = (
     "device, in ms; wall by the host's clock, graph where the whole step is replayed from a CUDA "
     "graph. GiB is the peak of a step."
 )
-LANGUAGE_MODELS = ("TitanMAC", "HybridLM")
+LANGUAGE_MODELS = ("TitanMAC", "HybridLM", "Llama")
 SWITCHES_HEADER = "case | ours | step | tokens/s | times before | GiB | waiting | evaluation"
 TOLD_OF_SWITCHES = (
     "What each of our ways saves in an eager step of TitanMAC, by itself and all together: "

@@ -19,7 +19,7 @@ OURS = ["fusewright", "fusewright-kept", "fusewright-attention"]
 
 
 def test_providers_are_rows_and_a_missing_peer_a_line(tmp_path):
-    providers = ["torch", *OURS, "liger-kernel"]
+    providers = ["torch", *OURS, "liger"]
     result = run("--provider", ",".join(providers), "--out", tmp_path)
     assert result.exit_code == 0, result.output
     rows = rows_of(tmp_path)

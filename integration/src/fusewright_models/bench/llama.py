@@ -2,7 +2,7 @@
 
 torch                  eager
 compile                the forward pass and the loss through torch.compile
-liger-kernel           Liger's patch
+liger                  Liger's patch
 fusewright             `patch`: norms, rotary positions, gating, the loss over the vocabulary, AdamW
   -kept                that, and nothing computed again in the backward pass
   -attention           that with our attention in place of torch's
@@ -34,14 +34,14 @@ from .text import TextHarness, TextShape
 ProviderName = Literal[
     "torch",
     "compile",
-    "liger-kernel",
+    "liger",
     "fusewright",
     "fusewright-kept",
     "fusewright-attention",
     "fusewright-compile",
 ]
 PROVIDER_NAMES = get_args(ProviderName)
-PEER = "liger-kernel"
+PEER = "liger"
 EXTRA = "transformers"
 SOURCE = "transformers.models.llama.modeling_llama"
 BF16 = torch.bfloat16
@@ -158,7 +158,7 @@ class LlamaHarness(TextHarness):
     gradients: Gradients = field(default_factory=Gradients)
 
     def name(self, provider: ProviderName) -> str:
-        return f"{PEER}-{version_of(PEER)}" if provider == PEER else provider
+        return f"{PEER}-{version_of('liger-kernel')}" if provider == PEER else provider
 
     def timings(self, provider: ProviderName) -> tuple[str, ...]:
         return ("wall",)

@@ -28,9 +28,11 @@ CURVES = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 COLOURS = {
     OURS: "#D55E00",
     "fusewright-adamw": "#F5C09A",
+    "fusewright-attention": "#A85000",
     "fusewright-captured": "#8F3F00",
     "fusewright-compile": "#EFA06A",
     "fusewright-compile-captured": "#B3661F",
+    "fusewright-kept": "#F7CBAA",
     "fusewright-plain-captured": "#5A2700",
     "fusewright-plain": "#F0B080",
     "fusewright-recompute": "#F3B58C",

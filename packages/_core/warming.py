@@ -24,8 +24,9 @@ Tensor = torch.Tensor
 
 # Held while the launchers of this package's ops are replaced.
 LOCK = threading.RLock()
-# Every package has its own copy of this module.
-COPIES = re.compile(re.escape(__package__.partition(".")[0]) + r"\.\w+\._core\.warming")
+# Every package has its own copy of this module, as has a build that is imported beside the package,
+# whose name begins with the package's namespace.
+COPIES = re.compile(r"(fusewright\.\w+|_fusewright_\w+)\._core\.warming")
 
 
 def warm_up(

@@ -325,8 +325,10 @@ def test_without_triton_nothing_is_called(monkeypatch):
 
 
 def test_every_packages_copy_takes_part(monkeypatch):
-    names = ("fusewright.a_b._core.warming", "fusewright.a_b._core.warmings", "other._core.warming")
-    for name in names:
+    # Of a package, and of a build of one that a library loaded under a name of its own.
+    ours = ("fusewright.a_b._core.warming", "_fusewright_a_b_cpu_0123._core.warming")
+    others = ("fusewright.a_b._core.warmings", "other._core.warming")
+    for name in (*ours, *others):
         monkeypatch.setitem(sys.modules, name, warming)
     found = warming.copies()
-    assert found.count(warming) == 2
+    assert found.count(warming) == 3

@@ -32,6 +32,8 @@ nox.options.error_on_missing_interpreters = True
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 CONSTRAINED = ("-c", "ci/constraints/tested.txt")
+# The newest, and the newest that transformers 5.17 takes.
+KERNELS = "kernels==0.17.2", "kernels==0.16.2"
 CORE = "core"
 RESULTS = ROOT / ".nox/results"
 PYTEST = ("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-m", workspace.QUICK_TIER)
@@ -209,14 +211,30 @@ def torchtitan(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def transformers(session: nox.Session) -> None:
-    """Models of transformers, patched; it wants other versions than those of all others."""
+    """Models of transformers on our kernels; it wants other versions than those of all others."""
     (models,) = workspace.integration()
     install_isolated(session, models)
-    session.install("-c", "ci/constraints/transformers.txt", "transformers")
-    tests = [str(models.tests / name) for name in ("test_patch.py", "test_bench_llama.py")]
-    with session.chdir(session.create_tmp()):
-        command = ("python", "-m", "pytest", *tests, *PYTEST, *SPREAD, *session.posargs)
-        session.run(*command, env=ONE_THREAD)
+    constrained = ("-c", "ci/constraints/transformers.txt")
+    newest, taken = KERNELS
+    session.install(*constrained, "transformers", newest)
+
+    def run(*names: str) -> None:
+        tests = [str(models.tests / name) for name in names]
+        with session.chdir(session.create_tmp()):
+            command = ("python", "-m", "pytest", *tests, *PYTEST, *SPREAD, *session.posargs)
+            session.run(*command, env=ONE_THREAD)
+
+    run("test_patch.py", "test_bench_llama.py", "test_hub.py")
+    session.install(*constrained, taken)
+    run("test_hub.py")
+
+
+@nox.session(default=False)
+@each_package
+def hub(session: nox.Session, part: workspace.Project) -> None:
+    """Write what the kernels library loads of a package into dist/hub-NAME."""
+    folder = empty(ROOT / "dist" / label(session))
+    session.run("python", "ci/hub.py", part.name, str(folder), *session.posargs)
 
 
 @nox.session(default=False)

@@ -26,7 +26,7 @@ def nox_sessions() -> dict[str, str]:
 
 def test_sessions_are_these_and_say_in_one_line_what_they_do():
     wanted = "tests cpus lint typing demo bench gpu wheels minimums release_check new docs full"
-    wanted += " mutations torchtitan transformers wheelhouse build newest"
+    wanted += " mutations torchtitan transformers wheelhouse build newest hub"
     assert set(nox_sessions()) == set(wanted.split())
     assert [name for name, text in nox_sessions().items() if not text or "\n" in text] == []
 

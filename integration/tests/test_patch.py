@@ -12,59 +12,40 @@ import torch
 from fusewright.feed_forward import silu_mul
 from fusewright_models import Patch, patch
 from fusewright_models.patching import PARTS, USUAL, forwards
-from fusewright_testkit import Yardstick, no_synchronisation
-from fusewright_testkit.yardstick import MOVES, Allowance, MovedResults
+from fusewright_testkit import no_synchronisation
 from torch import Tensor
-from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .causal_models import (
+    ATEN,
+    BF16,
+    F32,
+    F64,
+    LENGTH,
+    ROWS,
+    SIZES,
+    VOCABULARY,
+    Unrounded,
+    function_of,
+    made,
+    transformers,
+    yardstick_of,
+)
 from .steps import check_steps
 
-transformers = pytest.importorskip(
-    "transformers", reason="the extra transformers, of nox -s transformers, is not installed"
-)
-BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
-VOCABULARY, ROWS, LENGTH = 60, 2, 9
-SIZES = dict(
-    hidden_size=32,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=VOCABULARY,
-    max_position_embeddings=64,
-    pad_token_id=None,
-)
-# Of each family what its name does not say, and what cannot be replaced.
+# What of each family cannot be replaced.
 GELU = "gating left: wanted networks gated by SiLU; got gelu_pytorch_tanh"
 FAMILIES = {
-    "Llama": ({}, ""),
-    "Mistral": ({"sliding_window": 4}, ""),
-    "Qwen2": ({}, ""),
-    "Qwen3": ({}, ""),
-    "Gemma": ({}, GELU),
-    "Gemma2": ({}, f"{GELU}; loss left: wanted logits as they are; got a softcapping of 30.0"),
-    "Gemma3": ({}, GELU),
+    "Llama": "",
+    "Mistral": "",
+    "Qwen2": "",
+    "Qwen3": "",
+    "Gemma": GELU,
+    "Gemma2": f"{GELU}; loss left: wanted logits as they are; got a softcapping of 30.0",
+    "Gemma3": GELU,
 }
 every_family = pytest.mark.parametrize("family", FAMILIES)
-ATEN = torch.ops.aten
-
-
-def made(family: str = "Llama", dtype: torch.dtype = F32, **options):
-    """A random one, in eval mode; gains of norms are not one."""
-    config = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
-    config = getattr(transformers, config)(**SIZES | FAMILIES[family][0] | options)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    # Not the buffers: transformers keeps angles in fp32.
-    for p in model.parameters():
-        p.data = p.data.to(dtype)
-    return model.eval()
 
 
 def quietly_patched(model, *given, **options) -> Patch:
@@ -84,45 +65,10 @@ def tokens() -> Tensor:
     return torch.randint(VOCABULARY, (ROWS, LENGTH))
 
 
-class Unrounded(TorchDispatchMode):
-    """What is in fp64 stays so where transformers asks for fp32, but for angles, which have no
-    gradient.
-    """
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        wide = func is ATEN._to_copy.default and args[0].dtype == F64
-        if wide and torch.is_grad_enabled():
-            kwargs = {**(kwargs or {}), "dtype": F64}
-        return func(*args, **(kwargs or {}))
-
-
-def function_of(model, **inputs):
-    """Of the model's parameters: the loss, or where there are no labels the logits."""
-    names = [name for name, _ in model.named_parameters()]
-
-    def function(*parameters: Tensor) -> Tensor:
-        exact = Unrounded() if parameters[0].dtype == F64 else nullcontext()
-        with exact:
-            found = functional_call(model, dict(zip(names, parameters, strict=True)), (), inputs)
-        return found.logits if found.loss is None else found.loss
-
-    return function
-
-
 def check(model, options, **inputs) -> None:
-    """Loss or logits, and all gradients of a patched copy, are held to those of the model.
-
-    Of one number, or of few, torch's error is one draw of roundings: the allowance is also that of
-    others, as in the comparison of steps.
-    """
-    reference = function_of(model, **inputs)
-    yardstick = Yardstick(reference, list(model.parameters()))
-    runs = [yardstick.run(reference)]
-    for _ in range(MOVES):
-        with MovedResults(model.dtype):
-            runs.append(yardstick.run(reference, F64))
-    yardstick.allowed = list(map(Allowance.of, yardstick.truth, *runs))
-    yardstick.check(function_of(patched(copy.deepcopy(model), **options), **inputs))
+    """Loss or logits, and all gradients of a patched copy, are held to those of the model."""
+    ours = patched(copy.deepcopy(model), **options)
+    yardstick_of(model, **inputs).check(function_of(ours, **inputs))
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -233,7 +179,7 @@ def test_copies_are_patched_by_themselves(again, tokens):
 
 @every_family
 def test_what_stays_is_told_and_an_error_where_it_was_named(family):
-    left = FAMILIES[family][1]
+    left = FAMILIES[family]
     model = made(family)
     if not left:
         with warnings.catch_warnings():

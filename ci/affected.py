@@ -5,10 +5,11 @@
     python ci/affected.py --files packages/norm/a.py …    takes the files from the command line
     python ci/affected.py --sessions gpu --against …      other sessions than tests and typing
 
-``tests(new)`` and ``typing(new)`` try what ``nox -s new`` lays out. Prose, pictures and result
-tables change nothing that runs: lint and docs look at them, and they always run. Tests of a package
-wake that package, its source wakes the models too; packages have no edges among themselves. The
-core is a part of every package. A file that no rule knows wakes everything.
+``tests(new)`` and ``typing(new)`` try what ``nox -s new`` lays out; ``transformers`` is the part of
+the models' tests that has versions of its own. Prose, pictures and result tables change nothing
+that runs: lint and docs look at them, and they always run. Tests of a package wake that package,
+its source wakes the models too; packages have no edges among themselves. The core is a part of
+every package. A file that no rule knows wakes everything.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def sessions(paths: list[str], packages: list[str], names: list[str]) -> list[st
     concerned = set().union(*(parts_for(path, packages) for path in paths))
     order = [part for part in (*packages, "integration", "new", "core") if part in concerned]
     tried = {"new": TRY_NEW, "core": ("tests",)}
-    return [f"{n}({part})" for n in names for part in order if n in tried.get(part, names)]
+    told = [f"{n}({part})" for n in names for part in order if n in tried.get(part, names)]
+    return told + ["transformers"] * ("tests(integration)" in told)
 
 
 def changed_files(base: str) -> list[str]:

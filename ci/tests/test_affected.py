@@ -17,6 +17,7 @@ EVERYTHING = {"memory-mlp", "norm", "integration", "new", "core"}
         ("ci/tests/core/test_internals.py", {"core"}),
         ("ci/template/src/fusewright/example/__init__.py", {"new", "core"}),
         ("packages/memory-mlp/src/fusewright/memory_mlp/a.py", {"memory-mlp", "integration"}),
+        ("packages/norm/hub/layers.py", {"norm", "integration"}),
         ("packages/memory-mlp/pyproject.toml", {"memory-mlp", "integration"}),
         ("packages/norm/tests/test_rms_norm.py", {"norm"}),
         ("packages/norm/README.md", set()),
@@ -45,12 +46,27 @@ def test_file_wakes_what_it_can_break(path, parts):
 def test_sessions_come_in_the_order_of_the_workspace():
     paths = ["packages/norm/src/a.py", "packages/norm/README.md"]
     told = affected.sessions(paths, PACKAGES, ["tests", "typing"])
-    assert told == ["tests(norm)", "tests(integration)", "typing(norm)", "typing(integration)"]
+    assert told == [
+        "tests(norm)",
+        "tests(integration)",
+        "typing(norm)",
+        "typing(integration)",
+        "transformers",
+    ]
     told = affected.sessions(
         ["ci/template/README.md", "ci/template/a.py"], PACKAGES, ["tests", "typing"]
     )
     assert told == ["tests(new)", "tests(core)", "typing(new)"]
     assert affected.sessions(paths, PACKAGES, ["gpu"]) == ["gpu(norm)", "gpu(integration)"]
+
+
+def test_transformers_goes_with_the_tests_of_the_models():
+    path = ["integration/tests/test_patch.py"]
+    assert "transformers" in affected.sessions(path, PACKAGES, ["tests"])
+    assert "transformers" not in affected.sessions(path, PACKAGES, ["typing"])
+    assert "transformers" not in affected.sessions(
+        ["packages/norm/tests/a.py"], PACKAGES, ["tests"]
+    )
 
 
 def test_no_change_wakes_nothing():

@@ -11,7 +11,9 @@ A package's ``bench.py``, or folder ``bench``, beside its source declares
   place, such as an optimizer, has ``prepare(inputs)``, which returns a step that is timed again and
   again; only its outputs are checked. One that has no backward pass here has ``forward_only`` true:
   its outputs are checked, its forward pass is timed. One that no CUDA graph may hold, since it
-  waits for the GPU, has ``captures`` false; a step has it either way.
+  waits for the GPU, has ``captures`` false; a step has it either way. One whose backward pass
+  cannot run twice after one forward pass has ``repeats`` false: it is timed with that alone. A
+  library that is not there is ``Absent``, and named with its reason.
 
 Every provider that computes the same is checked against the yardstick before it is timed. Ours must
 pass; a peer that does not is timed and named.
@@ -36,7 +38,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .cases import Case
+from .cases import Absent, Case, told
 from .report import COLUMNS
 from .timing import Time, copies_needed, event_time, graph_time, wall_time
 from .yardstick import Yardstick, as_leaf, as_tuple
@@ -66,6 +68,7 @@ class Timer:
         self.case, self.op = case, op
         self.forward_only = getattr(op, "forward_only", False)
         self.captures = getattr(op, "captures", True)
+        self.repeats = getattr(op, "repeats", True)
         self.stream = torch.cuda.Stream()
         bytes_of_one_call = case.bytes_moved["fwd+bwd"]
         self.inputs = []
@@ -97,6 +100,8 @@ class Timer:
     def times(self) -> Iterator[tuple[str, str, Time]]:
         """Pass, clock and time, one after the other."""
         for name, make in (("fwd", self.forward), ("bwd", self.backward)):
+            if name == "bwd" and not self.repeats:
+                continue
             calls = [make(inputs) for inputs in self.inputs]
             if self.captures:
                 yield name, "graph", graph_time(calls, stream=self.stream)
@@ -241,6 +246,7 @@ def main(
     out: pathlib.Path = typer.Option(None, help="folder of the result file; its own results/"),
     op: str = typer.Option("", help="only ops whose name contains this"),
     provider: str = typer.Option("", help="only these providers, by comma"),
+    sizes: str = typer.Option("", help="only cases with all of these, such as 'T=4096 k=512'"),
 ) -> None:
     """Time PACKAGE and its peers on this machine's GPU."""
     if not torch.cuda.is_available():
@@ -249,11 +255,15 @@ def main(
     folder = pathlib.Path("packages") / package
     bench = load(folder)
     providers = asked_for(bench.providers(), provider)
-    console.print(f"{environment_name()}: {', '.join(providers)}")
+    present = ", ".join(name for name, ops in providers.items() if ops)
+    console.print(f"{environment_name()}: {present}")
+    for name, ops in providers.items():
+        if isinstance(ops, Absent):
+            console.print(f"  {name} is absent: {ops.reason}")
     out = out or folder / "results"
     found: list[dict] = []
     for case in bench.cases():
-        if op not in case.op:
+        if op not in case.op or not set(sizes.split()) <= set(case.described.split()):
             continue
         for name, ops in providers.items():
             if case.op not in ops:
@@ -267,10 +277,7 @@ def main(
             except Exception as error:
                 if name.startswith(OURS):
                     raise
-                first_line = str(error).splitlines()[0] if str(error) else ""
-                console.print(
-                    f"  {name} did not run {case.op}: {type(error).__name__} {first_line}"
-                )
+                console.print(f"  {name} did not run {case.op}: {told(error)}")
             torch.cuda.empty_cache()
         console.print(f"{case.op} {case.sizes}")
         # After every case: a run that is cut off leaves what it has.

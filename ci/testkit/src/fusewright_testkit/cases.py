@@ -4,7 +4,6 @@ and their providers.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
 from collections.abc import Callable, Mapping
@@ -81,17 +80,34 @@ def by_pass(forward: int, backward: int | None = None) -> dict[str, int]:
     return {"fwd": forward, "bwd": backward, "fwd+bwd": forward + backward}
 
 
+class Absent(dict[str, Any]):
+    """The functions of a library that cannot be had here: none, and why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__()
+        self.reason = reason
+
+
 def installed(*libraries: tuple[str, str, Callable[[], dict[str, Any]]]) -> dict[str, dict]:
-    """The providers of those libraries that are installed, named with their version.
+    """The providers of those libraries that are installed, named with their version; the others are
+    ``Absent``.
 
     Args:
         libraries: name, distribution, and what imports it and returns its functions by op.
     """
-    found = {}
+    found: dict[str, dict] = {}
     for name, distribution, load in libraries:
-        with contextlib.suppress(ImportError):
+        try:
             found[f"{name}-{importlib.metadata.version(distribution)}"] = load()
+        # A library that does not fit its requirements raises what it likes while it is imported.
+        except Exception as error:
+            found[name] = Absent(told(error))
     return found
+
+
+def told(error: Exception) -> str:
+    """Its kind and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 class Layer:

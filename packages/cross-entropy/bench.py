@@ -60,7 +60,7 @@ def inputs(sizes: dict[str, int], device: str) -> list[Tensor]:
 
 
 def providers() -> dict[str, dict[str, Loss]]:
-    """Ours, torch's two ways, torch.compile, and Liger where it is installed."""
+    """Ours, torch's two ways, torch.compile, and the libraries that are installed."""
     # As a user of plain torch writes it, the softmax in fp32.
     plain = reference.linear_cross_entropy
     found: dict[str, dict[str, Loss]] = {
@@ -70,7 +70,13 @@ def providers() -> dict[str, dict[str, Loss]]:
     }
     if hasattr(F, "linear_cross_entropy"):
         found["torch-linear"] = {OP: F.linear_cross_entropy}
-    return found | installed(("liger", "liger-kernel", liger))
+    return found | installed(
+        ("liger", "liger-kernel", liger),
+        ("liger-logits", "liger-kernel", liger_logits),
+        ("quack", "quack-kernels", quack),
+        ("quack-logits", "quack-kernels", quack_logits),
+        ("cce", "cut-cross-entropy", cut_cross_entropy),
+    )
 
 
 def liger() -> dict[str, Loss]:
@@ -82,4 +88,49 @@ def liger() -> dict[str, Loss]:
 
     # It reads on the host how many targets there are.
     loss.captures = False  # type: ignore[attr-defined]
+    return {OP: loss}
+
+
+def liger_logits() -> dict[str, Loss]:
+    """Torch's product, and Liger-Kernel's loss of all logits, which it overwrites."""
+    from liger_kernel.transformers.functional import liger_cross_entropy
+
+    def loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return liger_cross_entropy(F.linear(x, weight), targets)
+
+    loss.captures = False  # type: ignore[attr-defined]
+    return {OP: loss}
+
+
+def quack() -> dict[str, Loss]:
+    """QuACK's function, in chunks of its own size."""
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    def loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return chunked_linear_cross_entropy(x, weight, targets)
+
+    # The backward pass scales what the forward pass has saved, in its memory.
+    loss.repeats = False  # type: ignore[attr-defined]
+    return {OP: loss}
+
+
+def quack_logits() -> dict[str, Loss]:
+    """Torch's product, and QuACK's loss of all logits."""
+    from quack.cross_entropy import cross_entropy
+
+    def loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(F.linear(x, weight), targets)
+
+    return {OP: loss}
+
+
+def cut_cross_entropy() -> dict[str, Loss]:
+    """Apple's function, without any logits in memory; it leaves out what adds little to its
+    gradients.
+    """
+    from cut_cross_entropy import linear_cross_entropy as cut
+
+    def loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return cut(x, weight, targets)
+
     return {OP: loss}

@@ -18,7 +18,7 @@ from fusewright.gsa import (
 )
 from fusewright.gsa.indexer import reference as indexer_reference
 from fusewright.gsa.selection.reference import law_factor, score_statistics
-from fusewright_testkit.cases import compiled
+from fusewright_testkit.cases import compiled, installed
 
 from .cases import (
     INDEX_WIDTH,
@@ -30,13 +30,14 @@ from .cases import (
     reference_attention,
     reference_loss,
 )
-from .selections import selection
+from .selections import WHOLE, selection
 
 # What the names in cases count, in the picture.
 WORDS = {
     "Hkv": "{} key heads",
     "Hi": "{} indexer heads",
     "k": "{} selected keys",
+    "block": "in blocks of {}",
     "no k": "all keys",
     "law": "{} law",
 }
@@ -50,6 +51,8 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
+# fla's kernel has a tile for the heads.
+FEWEST_HEADS = 16
 
 
 class Selecting:
@@ -76,7 +79,9 @@ class Selecting:
 
 def providers() -> dict[str, dict[str, Callable]]:
     """Ours; torch with all scores at once, eager and compiled; attention by gathered copies of the
-    keys; and dense attention, which computes something else and is compared with.
+    keys; dense attention, which computes something else and is compared with; and fla's attention
+    to selected blocks where it is installed. DeepSeek's indexer is on no index: the one in fla is
+    plain torch, and DeepGEMM and FlashMLA are built from their repositories.
     """
     scored = functools.partial(indexer_reference.gated_indexer, scale=1 / math.sqrt(INDEX_WIDTH))
     return {
@@ -98,6 +103,7 @@ def providers() -> dict[str, dict[str, Callable]]:
             "indexer_kl_loss": functools.partial(loss_of, compiled(reference_loss)),
         },
         "dense": {"sparse_attention": dense_attention},
+        **installed(("fla-nsa", "fla-core", native_sparse_attention)),
     }
 
 
@@ -148,3 +154,22 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, count: Ten
     grouped = q.shape[1] != k.shape[1]
     o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     return o.transpose(1, 2)
+
+
+def native_sparse_attention() -> dict[str, Op]:
+    """fla's attention to whole blocks, for 16 query heads or more on a head of keys. Each call
+    finds the blocks of the keys that are selected, by one division, and takes means of keys and
+    values over blocks, which selections by scores need.
+    """
+    from fla.ops.nsa import parallel_nsa
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, count: Tensor) -> Tensor:
+        if q.shape[2] < FEWEST_HEADS * k.shape[2]:
+            wanted = f"wanted {FEWEST_HEADS} query heads or more on a head of keys"
+            raise ValueError(f"{wanted}, got {q.shape[2]} on {k.shape[2]}")
+        blocks = indices[..., ::WHOLE].div(WHOLE, rounding_mode="floor").unsqueeze(2)
+        return parallel_nsa(
+            q, k, v, block_indices=blocks, block_counts=blocks.shape[-1], block_size=WHOLE
+        )
+
+    return {"sparse_attention": attention}

@@ -17,6 +17,8 @@ from fusewright.gsa.sparse import reference as sparse_reference
 from fusewright_testkit import Case
 from fusewright_testkit.cases import by_pass
 
+from .selections import WHOLE, of_blocks
+
 BF16 = torch.bfloat16
 INDEX_HEADS, INDEX_WIDTH = 4, 64
 # Tokens and selected keys.
@@ -28,6 +30,8 @@ ATTENTIONS = (
     (16384, 1024, 16, 16, 64),
     (16384, 1024, 16, 2, 64),
 )
+# The same, of queries that select whole blocks, which fla serves for 16 heads on one head of keys.
+OF_BLOCKS = (16384, 1024, 16, 1, 64)
 # Tokens, selected keys (0: all are met), heads, heads of keys, width, of the attention.
 LOSSES = ((4096, 0, 16, 4, 64), (4096, 512, 16, 4, 64))
 TEMPERATURE = 8.0
@@ -45,6 +49,7 @@ def cases() -> list[Case]:
         *(indexer_case("indexer_topk", tokens, slots) for tokens, slots in SELECTIONS),
         inverse_case(*SELECTIONS[0]),
         *(attention_case(*sizes) for sizes in ATTENTIONS),
+        blocks_case(*OF_BLOCKS),
         *(loss_case(*sizes) for sizes in LOSSES),
     ]
 
@@ -142,6 +147,27 @@ def attention_case(tokens: int, slots: int, heads: int, key_heads: int, width: i
         bytes_moved=by_pass(size),
         flops=by_pass(flops, 5 * flops // 2),
     )
+
+
+def blocks_case(tokens: int, slots: int, heads: int, key_heads: int, width: int) -> Case:
+    """Of a sample a quarter of the keys is selected; else it would be all of them."""
+    case = attention_case(tokens, slots, heads, key_heads, width)
+    inputs = functools.partial(blocks_inputs, heads, key_heads, width)
+    return dataclasses.replace(
+        case,
+        sizes={**case.sizes, "block": WHOLE},
+        inputs=functools.partial(inputs, tokens, slots),
+        sample=functools.partial(inputs, SAMPLE_TOKENS, SAMPLE_TOKENS // 4),
+    )
+
+
+def blocks_inputs(
+    heads: int, key_heads: int, width: int, tokens: int, slots: int, device: str
+) -> list[Tensor]:
+    """q, k, v, indices and count."""
+    draw = functools.partial(torch.randn, dtype=BF16, device=device)
+    q, k, v = (draw(1, tokens, each, width) for each in (heads, key_heads, key_heads))
+    return [q, k, v, *of_blocks(tokens, slots, device)]
 
 
 def attention_inputs(

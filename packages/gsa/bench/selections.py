@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 SINKS, BLOCK, NEIGHBOURS, ROWS = 4, 32, 64, 1024
+# Keys of a block of native sparse attention.
+WHOLE = 64
 
 Tensor = torch.Tensor
 
@@ -32,4 +34,25 @@ def selection(
         best = score.topk(slots, sorted=False)
         chosen = torch.where(best.values >= 0.0, best.indices, tokens).sort(-1).values
         indices[0, first : first + ROWS] = torch.where(chosen < tokens, chosen, -1)
+    return indices, (indices >= 0).sum(-1).int()
+
+
+def of_blocks(
+    tokens: int, slots: int, device: torch.device | str = "cuda"
+) -> tuple[Tensor, Tensor]:
+    """Indices ``[1, T, slots]``, in their order, and count ``[1, T]`` of causal queries that select
+    whole blocks of 64 keys, as in native sparse attention: the first, their own up to themselves,
+    and others at random.
+    """
+    query = torch.arange(tokens, device=device)[:, None]
+    own, block = query // WHOLE, torch.arange(-(-tokens // WHOLE), device=device)
+    score = torch.rand(tokens, len(block), device=device)
+    score[:, :1] = 2.0
+    score.scatter_(1, own, 3.0).masked_fill_(block > own, -1.0)
+    best = score.topk(min(slots // WHOLE, len(block)))
+    # A query's own block is the last of its blocks, so that no padding stands between keys.
+    chosen = torch.where(best.values >= 0.0, best.indices, len(block)).sort(-1).values
+    keys = (chosen[..., None] * WHOLE + torch.arange(WHOLE, device=device)).flatten(1)
+    keys = torch.where(keys <= query, keys, -1).int()
+    indices = torch.nn.functional.pad(keys, (0, slots - keys.shape[1]), value=-1)[None]
     return indices, (indices >= 0).sum(-1).int()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fusewright_testkit import Case
 
-from . import adamw, learned, matrices
+from . import adamw, learned, matrices, peers
 from .steps import Stepped
 
 # The picture's optimizers, with all of their cases: those that another one computes, too.
@@ -24,9 +24,9 @@ def cases() -> list[Case]:
 
 
 def providers() -> dict[str, dict[str, Stepped]]:
-    """Ours and others, by op."""
+    """Ours, torch's and other libraries', by op."""
     merged: dict[str, dict[str, Stepped]] = {}
     for part in PARTS:
         for name, ops in part.providers().items():
             merged[name] = merged.get(name, {}) | ops
-    return merged
+    return merged | peers.providers()

@@ -12,28 +12,30 @@ from fusewright_testkit import Case
 
 from .steps import LR, SHAPES, OneByOne, Shapes, Stepped, Tensor, matrices, step_case
 
+MUON = "Muon"
 OURS: dict[str, Callable[..., Any]] = {
-    "Muon": Muon,
+    MUON: Muon,
     "M3": M3,
     "DeltaMomentum": DeltaMomentum,
     "DeepMomentum": DeepMomentum,
 }
 # The steps of M3's chunk differ: a captured one does not take the mean time.
-CAPTURED = "Muon", "DeltaMomentum", "DeepMomentum"
+CAPTURED = MUON, "DeltaMomentum", "DeepMomentum"
 NEWTON_SCHULZ_STEPS = 5
+# The last three are served by kernels that take whole tiles, ours and others'.
+SAMPLED: Shapes = [(33, 70), (70, 33), (70, 33), (65, 65), (384, 640), (640, 384), (384, 384)]
 
 
 def cases() -> list[Case]:
     """All at 33.6 M parameters, Muon at 1.01 B too."""
     found = []
     for op in OURS:
-        for name in ("small", "large") if op == "Muon" else ("small",):
+        for name in ("small", "large") if op == MUON else ("small",):
             shapes = matrices(SHAPES[name])
-            operations = newton_schulz_operations(shapes) if op == "Muon" else 0
+            operations = newton_schulz_operations(shapes) if op == MUON else 0
             reference = functools.partial(alone, make=OURS[op])
-            sampled: Shapes = [(33, 70), (70, 33), (70, 33), (65, 65)]
             # Gradient, parameter and one state; the operands of the products are not counted.
-            found.append(step_case(op, shapes, torch.float32, reference, 5, sampled, operations))
+            found.append(step_case(op, shapes, torch.float32, reference, 5, SAMPLED, operations))
     return found
 
 
@@ -66,5 +68,5 @@ def providers() -> dict[str, dict[str, Stepped]]:
         each = functools.partial(OneByOne, make=some)
         found["one-by-one"][op] = Stepped(each, captures=captures)
     if hasattr(torch.optim, "Muon"):
-        found["torch"] = {"Muon": Stepped(functools.partial(torch.optim.Muon, lr=LR))}
+        found["torch"] = {MUON: Stepped(functools.partial(torch.optim.Muon, lr=LR))}
     return found

@@ -39,7 +39,8 @@ SHAPES: dict[str, Shapes] = {
     "large": language_model(),
     "many": [(256,)] * 300,
 }
-SAMPLE: Shapes = [(1000,), (33, 70), (3,), (257, 129)]
+# The last one is large enough for states of 8 bits.
+SAMPLE: Shapes = [(1000,), (33, 70), (3,), (257, 129), (64, 96)]
 
 
 def step_case(

@@ -381,7 +381,7 @@ def made(folder: Path) -> str:
     """What belongs into ``results/tables.md``."""
     parts, drawn = [], bench_files(folder)
     for path, cases in result_files(folder).items():
-        environment = Results(path, {}).environment
+        environment = Results(path, {}, {}).environment
         told = f"**{environment}**, bf16: [{path.name}]({path.name})."
         parts.append(f"{told} {TOLD}" if cases else told)
         if path in drawn:
@@ -420,7 +420,9 @@ def short(folder: Path, op: str) -> str:
         lines = [(case, *fastest(rows)) for case, rows in cases.items()]
         if lines:
             tables = f"../../{folder.name}/{TABLES}"
-            about = TOLD_OF_STEPS.format(environment=Results(path, {}).environment, tables=tables)
+            about = TOLD_OF_STEPS.format(
+                environment=Results(path, {}, {}).environment, tables=tables
+            )
             return f"{about}\n\n{markdown(SHORT_HEADER, lines, left=1)}"
     return "Nothing has been measured yet."
 
@@ -486,7 +488,7 @@ def main(
     for path, text in written(folder).items():
         path.write_text(text)
     for path, rows in bench_files(folder).items():
-        figures.save(draw(rows, Results(path, {}).environment), path)
+        figures.save(draw(rows, Results(path, {}, {}).environment), path)
     for each in (folder / "results", docs_of(folder)):
         redraw(each)
 

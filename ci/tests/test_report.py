@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 sys.path.append(str(workspace.kit().import_folder))
 
 import report
+import tabulated
 
 ROWS = """\
 rms_norm,rows=8 cols=4,fwd,fusewright,bf16,graph,0.00312,0.003,0.004,,1344.9,6.0
@@ -43,11 +44,11 @@ def run(*arguments: object):
 
 
 def lines_of(text: str, word: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith(f"| `{word}`")]
+    return [line for line in text.splitlines() if line.startswith(f"| `{word}")]
 
 
 def test_line_has_time_and_rate_of_each_provider_and_the_fastest_in_bold(package):
-    graph, wall = lines_of(report.tables(package), "rms_norm")
+    graph, wall, _ = lines_of(report.tables(package), "rms_norm")
     assert graph == "| `rms_norm` bf16 | rows=8 cols=4 | fwd | 3.12 · 1.34 | **2.89 · 1.45** |"
     assert wall == "| `rms_norm` bf16 | rows=8 cols=4 | fwd+bwd | 136 | **67.1** |"
 
@@ -58,9 +59,19 @@ def test_events_are_told_only_where_there_is_no_graph(package):
     assert "466" not in text
     assert event
     assert not lines_of(before, "attend")
-    assert lines_of(after, "attend") == [
+    assert lines_of(after.partition(report.MEMORY)[0], "attend") == [
         "| `attend` fp8 | B=4 M=100 N=10 | fwd | **152500 · 550** |",
         "| `attend` fp8 | B=4 M=200 N=10 | fwd | **262800 · 319** |",
+    ]
+
+
+def test_memory_of_each_provider_is_told_once_for_a_case_and_the_least_in_bold(package):
+    _, told, memory = report.tables(package).partition(report.MEMORY)
+    assert told
+    assert lines_of(memory, "") == [
+        "| `rms_norm` bf16 | rows=8 cols=4 | 6.0 | **4.0** |",
+        "| `attend` fp8 | B=4 M=100 N=10 | **9.0** |  |",
+        "| `attend` fp8 | B=4 M=200 N=10 | **9.0** |  |",
     ]
 
 
@@ -69,7 +80,7 @@ def test_environment_is_read_from_the_file_name(package):
     assert "\n\nH200, torch 2.11, triton 3.6, in microseconds of graph time:" in report.made(
         package
     )
-    assert report.Results(Path("results/laptop.csv"), {}).environment == "laptop"
+    assert report.Results(Path("results/laptop.csv"), {}, {}).environment == "laptop"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +88,7 @@ def test_environment_is_read_from_the_file_name(package):
     [(0.991, "0.99"), (3.427, "3.43"), (12.49, "12.5"), (136.03, "136"), (262800.0, "262800")],
 )
 def test_numbers_have_three_digits_and_two_places_at_most(number, text):
-    assert report.short(number) == text
+    assert tabulated.short(number) == text
 
 
 def test_written_readme_and_picture_are_no_longer_behind(package):

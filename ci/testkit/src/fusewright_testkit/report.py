@@ -15,7 +15,6 @@ import ast
 import csv
 import importlib.util
 import itertools
-import math
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +23,20 @@ import typer
 
 try:
     from . import figures
+    from .tabulated import Cell, Key, Lines, Memory, markdown, memory_table, short, table
 except ImportError:
     # As a script; the package itself imports torch.
     import figures  # type: ignore[no-redef]
+    from tabulated import (  # type: ignore[no-redef]
+        Cell,
+        Key,
+        Lines,
+        Memory,
+        markdown,
+        memory_table,
+        short,
+        table,
+    )
 
 COLUMNS = ["op", "case", "pass", "provider", "dtype", "timing"]
 COLUMNS += ["ms", "ms_p20", "ms_p80", "tflops", "gbps", "mem_mib"]
@@ -41,6 +51,10 @@ UNITS = {
     "TB/s": "TB/s counts each input read once and each output written once",
     "TFLOPS": "TFLOPS counts the operations of the formula",
 }
+MEMORY = (
+    "Memory that a forward and a backward pass take beyond their inputs, or a forward pass where "
+    "there is no other, or a first step, its state included, in MiB; least in bold"
+)
 CHECKED = (
     "every provider that computes the same is checked against the fp64 reference before it is timed"
 )
@@ -52,31 +66,12 @@ TABLES = "results/tables.md"
 PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
 
 
-class Key(NamedTuple):
-    """What the numbers in one line of a table have in common."""
-
-    op: str
-    dtype: str
-    passed: str
-    case: str
-    unit: str
-
-
-class Cell(NamedTuple):
-    """One provider's median in microseconds, and its rate in the unit of the key."""
-
-    microseconds: float
-    rate: float
-
-
-Lines = dict[Key, dict[str, Cell]]
-
-
 class Results(NamedTuple):
     """One result file: clock, key and provider in the order of the file."""
 
     path: Path
     clocks: dict[str, Lines]
+    memory: Memory
 
     @property
     def package(self) -> Path:
@@ -99,6 +94,7 @@ class Results(NamedTuple):
 def read(path: Path) -> Results | None:
     """The results in a CSV file; None where its columns are others."""
     clocks: dict[str, Lines] = {}
+    memory: Memory = {}
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
         if reader.fieldnames != COLUMNS:
@@ -109,36 +105,18 @@ def read(path: Path) -> Results | None:
             key = Key(row["op"], row["dtype"], row["pass"], row["case"], unit)
             cells = clocks.setdefault(row["timing"], {}).setdefault(key, {})
             cells[row["provider"]] = Cell(float(row["ms"]) * 1e3, rate)
-    return Results(path, clocks)
+            if row["mem_mib"]:
+                of_case = memory.setdefault((key.op, key.dtype, key.case), {})
+                of_case[row["provider"]] = float(row["mem_mib"])
+    return Results(path, clocks, memory)
 
 
 def result_files(package: Path) -> list[Results]:
     return [found for path in sorted(package.glob("results/*.csv")) if (found := read(path))]
 
 
-def short(x: float) -> str:
-    """``x`` to three significant digits, but at most two after the point."""
-    return f"{x:.{min(2, max(0, 2 - math.floor(math.log10(x))))}f}"
-
-
-def table(lines: Lines, rates: bool) -> str:
-    """A markdown table, a column for each provider, the fastest of each line in bold."""
-    names = list(dict.fromkeys(itertools.chain.from_iterable(lines.values())))
-    rows = [["op", "case", "pass", *names], ["---"] * 3 + ["---:"] * len(names)]
-    for key, cells in lines.items():
-        row = [f"`{key.op}` {key.dtype}", key.case, key.passed]
-        fastest = min(cell.microseconds for cell in cells.values())
-        for name in names:
-            cell = cells.get(name)
-            text = short(cell.microseconds) if cell else ""
-            text += f" · {short(cell.rate)}" if cell and rates else ""
-            row.append(f"**{text}**" if cell and cell.microseconds == fastest else text)
-        rows.append(row)
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
 def section(results: Results) -> str:
-    """The tables of one result file: environment, picture, times on the GPU, wall times."""
+    """The tables of one result file: environment, picture, times on the GPU, wall times, memory."""
     name = results.path.name
     parts = [
         f"**{results.environment}**: medians of [{name}]({name}), fastest in bold; {CHECKED}.",
@@ -154,6 +132,9 @@ def section(results: Results) -> str:
     if "wall" in results.clocks:
         parts.append(f"{CLOCKS['wall']}, in microseconds.")
         parts.append(table(results.clocks["wall"], rates=False))
+    if results.memory:
+        parts.append(f"{MEMORY}.")
+        parts.append(memory_table(results.memory))
     return "\n\n".join(parts)
 
 
@@ -213,7 +194,7 @@ def short_table(lines: Lines) -> str:
             continue
         times = other[1].microseconds / ours
         rows.append([*row, f"{other[0]} {short(other[1].microseconds)}", f"{times:.2f}"])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return markdown(rows)
 
 
 def standing(lines: Lines) -> tuple[Lines, str]:

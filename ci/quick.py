@@ -15,7 +15,7 @@ import sys
 
 import workspace
 
-PLUGIN = "fusewright_testkit.plugin"
+PLUGIN = "fusewright_testkit.entry"
 
 
 def pytest_command(project: workspace.Project, tier: str, *more: str) -> list[str]:

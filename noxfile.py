@@ -64,6 +64,8 @@ SERVED_BY = (
     "import torch; found = torch.backends.cpu.get_cpu_capability(); assert found == {!r}, found"
 )
 
+# The wheels that this run of nox has built, by the folders of their parts and by pip's options.
+BUILT: dict[tuple[str, tuple[str, ...]], Path] = {}
 PACKAGES = workspace.packages()
 PARTS = [nox.param(p, id=p.name) for p in PACKAGES + workspace.integration()]
 # nox notes the argument's name in the parameters themselves, so that all sessions call it alike.
@@ -98,12 +100,20 @@ def group(name: str) -> list[str]:
 def build_wheels(
     session: nox.Session, projects: list[workspace.Project], *options: str
 ) -> list[str]:
-    """Builds wheels into an empty folder below dist/ and holds each against the wheel contract."""
+    """Builds wheels into an empty folder below dist/ and holds each against the wheel contract.
+
+    What an earlier session of the same run has built likewise is taken from there.
+    """
     dist = empty(ROOT / "dist" / label(session))
+    dist.mkdir(parents=True)
     folders = [str(project.folder) for project in projects]
-    session.run(
-        "python", "-m", "pip", "wheel", "-q", "--no-deps", *options, "-w", str(dist), *folders
-    )
+    known = {folder: BUILT.get((folder, options)) for folder in folders}
+    for wheel in filter(None, known.values()):
+        shutil.copy2(wheel, dist)
+    if missing := [folder for folder in folders if known[folder] is None]:
+        command = ("python", "-m", "pip", "wheel", "-q", "--no-deps", *options)
+        session.run(*command, "-w", str(dist), *missing)
+    BUILT.update({(str(each.folder), options): dist / each.wheel for each in projects})
     public = [folder for folder in folders if folder != str(workspace.kit().folder)]
     session.run("python", "ci/check_wheel.py", str(dist), *public)
     return [str(path) for path in sorted(dist.glob("*.whl"))]

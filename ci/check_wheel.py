@@ -76,7 +76,7 @@ def problems(project: workspace.Project, folder: Path) -> list[str]:
     """Everything that breaks the contract; the wheel is looked up in ``folder``."""
     stem = project.distribution.replace("-", "_")
     wheels = [path.name for path in sorted(folder.glob(f"{stem}-*.whl"))]
-    wanted = f"{stem}-{project.version}-py3-none-any.whl"
+    wanted = project.wheel
     if wheels != [wanted]:
         return [f"wanted {wanted}, got {', '.join(wheels) or 'no wheel'}"]
     with zipfile.ZipFile(folder / wanted) as wheel:

@@ -78,6 +78,11 @@ class Project:
         return self.folder / "tests"
 
     @property
+    def wheel(self) -> str:
+        """The file that is built of it."""
+        return f"{self.distribution.replace('-', '_')}-{self.version}-py3-none-any.whl"
+
+    @property
     def siblings(self) -> tuple[str, ...]:
         """The distributions of this repository that this one requires."""
         return tuple(n for n in map(requirement_name, self.dependencies) if is_ours(n))

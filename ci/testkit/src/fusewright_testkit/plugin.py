@@ -27,8 +27,8 @@ from torch.utils import _device
 pytest.register_assert_rewrite("fusewright_testkit.conformance")
 
 HAS_GPU = torch.cuda.is_available()
-# Of the cases of a test that is sampled, one in so many is in no tier.
-SAMPLE = 3
+# Of the cases of a test that is sampled, no more than one in so many is in no tier.
+SAMPLE = 5
 # Of sixteen processes beside a large test.
 MOST_GPU_MEMORY = 6 << 30
 # What a process keeps from one test to the next.
@@ -53,7 +53,7 @@ if not HAS_GPU:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "slow: takes minutes; left out unless asked for with -m")
-    config.addinivalue_line("markers", "sampled: but for one case in three, slow")
+    config.addinivalue_line("markers", "sampled: but for one case in five or fewer, slow")
     config.addinivalue_line("markers", "large: holds gigabytes of the GPU; one at a time")
     # The packages' plans keep what allocates their memory: it is poisoned before any plan is made,
     # for the whole run.
@@ -92,18 +92,38 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def mark_samples(items: list[pytest.Item]) -> None:
-    """Of each test that is sampled, have the cases be slow but for some: by their names, so that
-    they are the same in every run, and no parameter's values all fall away with another's.
-    """
+    """Of each test that is sampled, have the cases be slow but for a few."""
     cases = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for some in cases.values():
-        kept = [x for x in some if zlib.crc32(x.name.encode()) % SAMPLE == 0] or some[:1]
+        kept = sample_of(some)
         for item in some:
             if item not in kept:
                 item.add_marker(pytest.mark.slow)
+
+
+def sample_of(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """So few cases of a test that each value of its parameters is in one, and no more than one in
+    SAMPLE. Their names decide among equal ones, so that they are the same in every run.
+    """
+    left = sorted(cases, key=lambda item: zlib.crc32(item.name.encode()))
+    kept, seen = [], set()
+    while left and len(kept) * SAMPLE < len(cases):
+        most = max(left, key=lambda item: len(values_of(item) - seen))
+        if kept and values_of(most) <= seen:
+            break
+        left.remove(most)
+        kept.append(most)
+        seen |= values_of(most)
+    return kept
+
+
+def values_of(item: pytest.Item) -> set[tuple[str, int]]:
+    """Of each parameter of a case, by name, which of its values it has."""
+    called = getattr(item, "callspec", None)
+    return set() if called is None else {*called.indices.items()}
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:

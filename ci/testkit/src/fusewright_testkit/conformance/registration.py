@@ -45,13 +45,24 @@ def calls_of(form, namespace, device):
 
 def test_registered_ops_pass_opcheck(form, package, device):  # noqa: F811
     for func, args in calls_of(form, package.namespace, device):
-        checks = form.opchecks(func.name())
-        if func.name().endswith("_backward"):
-            # As autograd calls it, without a derivative of its own: to trace that takes long.
-            once = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
-            torch.library.opcheck(func, once, test_utils=checks)
-            checks = [check for check in checks if check != TRACE]
+        checks = [check for check in form.opchecks(func.name()) if check != TRACE]
         torch.library.opcheck(func, args, test_utils=checks)
+        if func.name().endswith("_backward"):
+            torch.library.opcheck(func, without_gradients(args), test_utils=checks)
+
+
+@pytest.mark.sampled
+def test_registered_ops_are_traced(form, package, device):  # noqa: F811
+    for func, args in calls_of(form, package.namespace, device):
+        if TRACE in form.opchecks(func.name()):
+            # As autograd calls it, without a derivative of its own: to trace that takes long.
+            once = without_gradients(args) if func.name().endswith("_backward") else args
+            torch.library.opcheck(func, once, test_utils=TRACE)
+
+
+def without_gradients(args):
+    """What autograd hands a backward op."""
+    return [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
 
 
 @pytest.mark.slow

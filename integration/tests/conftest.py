@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -12,12 +13,17 @@ from fusewright_models import TransformerNP
 from fusewright_models.bench.harness import Harness
 from fusewright_models.cli import text as cli_text
 from fusewright_models.models.titan_mac import TITAN_MAC, VARIANTS, TitanMAC
+from fusewright_testkit import fresh
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from typer import testing
 
 from .commands import leave_out_pictures, written_text
 from .trainers import SMALL, SMALL_TITAN_MAC
 
+# What the models import of others, which takes longer than to train a tiny one.
+fresh.PRELOADED += ["torch._dynamo", "torch.distributed.fsdp", "sklearn.datasets"]
+fresh.PRELOADED += ["matplotlib.figure", "typer.testing"]
 # Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
 torch.set_num_threads(1)
 
@@ -41,6 +47,16 @@ KINDS = {
     "mac-bare": {"persistent": 0, "convolution": 0},
     "mag-bare": {"variant": "mag", "persistent": 0, "convolution": 0},
 }
+
+
+@pytest.fixture(autouse=True, scope="session")
+def programs_built_once() -> Iterator[None]:
+    """Typer builds all commands of a program again at each call of a test, which takes longer than
+    to refuse a flag.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(testing, "_get_command", functools.cache(testing._get_command))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

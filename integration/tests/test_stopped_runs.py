@@ -70,15 +70,15 @@ def send(*numbers: int):
     return sent
 
 
-ASKED = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+ASKED = SIGINT, SIGTERM, SIGUSR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 
 
-@pytest.mark.parametrize("number", ASKED, ids=lambda number: number.name)
 @pytest.mark.parametrize(
-    ("batch", "step"),
+    ("number", "batch", "step"),
     # In the evaluation of the beginning, in the second step, in the evaluation after the third, in
-    # the fourth step, and in the last.
-    [(1, 0), (3, 2), (5, 3), (6, 4), (7, 5)],
+    # the fourth step, and in the last. What is done does not look at which signal it is.
+    [(SIGINT, 1, 0), (SIGTERM, 3, 2), (SIGUSR1, 5, 3), (SIGINT, 6, 4), (SIGTERM, 7, 5)],
+    ids=lambda x: x.name if isinstance(x, signal.Signals) else None,
 )
 def test_signal_ends_the_step_that_runs_and_saves_it(
     tmp_path, monkeypatch, whole, number, batch, step

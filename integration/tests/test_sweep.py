@@ -131,7 +131,7 @@ def test_what_was_stopped_is_continued_and_other_settings_are_refused(tmp_path, 
 @pytest.mark.parametrize("place", ["flags", "file"])
 def test_what_is_continued_takes_where_and_how_it_runs_from_the_command(tmp_path, started, place):
     """All that changes nothing that is trained, and of it what is asked for and differs."""
-    begun, _ = started
+    begun, kill = started
     out, values = tmp_path / "sweep", ["--seed", "0,1", "--out"]
     assert invoke(app, "sweep", "transformer-np", *FLAGS, *values, out).exit_code == 0
     folder = out / "seed=1"
@@ -141,6 +141,8 @@ def test_what_is_continued_takes_where_and_how_it_runs_from_the_command(tmp_path
     there = config | {"device": "cuda", "compile": True, "keep": 5, "backend": "triton"}
     (folder / "config.json").write_text(json.dumps(there))
     begun.clear()
+    # Its command is what is asked for here.
+    kill.add("seed=1")
     if place == "flags":
         asked = [*FLAGS, "--no-compile", "--keep", "3"]
     else:

@@ -14,7 +14,7 @@ import traceback
 
 # Seconds after which a compiler hangs.
 PATIENCE = 1200
-# The second is what the first gradient imports.
+# The second is what the first gradient imports. Tests may add what all of theirs import of others.
 PRELOADED = ["torch", "torch.fx.experimental.symbolic_shapes"]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from inspect import Parameter, Signature, get_annotations
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -70,8 +70,9 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def hints_of(kind: type) -> dict[str, Any]:
-    """The annotations of a dataclass's fields."""
+@cache
+def hints_of(kind: type) -> Mapping[str, Any]:
+    """The annotations of a dataclass's fields, which Python evaluates again for each caller."""
     hints = get_type_hints(kind, include_extras=True)
     return {field.name: hints[field.name] for field in fields(kind)}
 

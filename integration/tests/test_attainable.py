@@ -58,6 +58,7 @@ def test_it_is_the_ratio_of_joint_densities_summed_over_parameters(
     assert_same_but_for_rounding([ours], [expected], condition)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", NAMES)
 def test_a_finer_rule_says_the_same_and_the_oracle_knows_more(name, monkeypatch):
     def means():

@@ -85,6 +85,7 @@ def test_replayed_evaluations_have_the_numbers_of_eager_ones(tmp_path, name):
     assert [*replays.values()] == [EVALUATIONS * count - WARM_UP for count in counts]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 def test_evaluations_that_cannot_be_captured_leave_the_steps_replayed(tmp_path, name):
     one, other = run_both(tmp_path, name, fails=True)

@@ -46,6 +46,7 @@ def kept_numbers(model, *arguments) -> int:
     return sum(kept)
 
 
+@pytest.mark.sampled
 @every_kind
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("norm", ["pre", "post"])
@@ -76,6 +77,7 @@ def test_block_checkpointing_keeps_less(small, rows):
     assert kept[1] < kept[0] / 2
 
 
+@pytest.mark.sampled
 @every_kind
 def test_compiled_loss_has_the_same_gradients_but_for_rounding(
     small, rows, assert_same_but_for_rounding, checkpointing
@@ -122,6 +124,7 @@ def test_hybrid_has_the_same_gradients_and_chooses_once(tokens, checkpointing, d
     assert told[0] == told[1] == 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("checkpointing", "times"), [("none", 1), ("block", 2), ("keep-attention", 1)]
 )

@@ -47,6 +47,7 @@ def pass_of(run, device):
     return model, batch, LOSSES[type(run)]
 
 
+@pytest.mark.sampled
 @every_model
 def test_dry_run_says_what_a_run_takes_and_leaves_nothing(tmp_path, monkeypatch, model):
     def read(run):

@@ -32,6 +32,7 @@ def trained(tmp_path, text, short_samples, without_pictures):
     return train
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("model", ["transformer-np", "titan-mac", "hybrid"])
 def test_runs_are_exported_and_others_begin_with_them(model, trained, tmp_path):
     run, out = trained(model, "run"), tmp_path / "exported"

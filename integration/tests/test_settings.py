@@ -186,6 +186,7 @@ def config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
 
 
+@pytest.mark.sampled
 @every_model
 def test_file_and_flags_say_the_same_and_what_the_folder_holds_runs_again(tmp_path, text, model):
     data, file = given(model, text), written(tmp_path, TOML)

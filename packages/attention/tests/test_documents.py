@@ -50,6 +50,7 @@ def draw(op, name, dtype=F32, device="cpu", heads=1, with_prefix=False):
     return tensors, options | dict(cu_seqlens=torch.tensor(bounds, device=device))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "with_prefix"),
     [*((name, False) for name in PACKED), ("prefix", True), ("prefix and padding", True)],
@@ -151,6 +152,7 @@ def test_what_a_document_holds_reaches_no_other(window_op, tiles, backend, docum
     assert actual[1][:, own].isnan().all()
 
 
+@pytest.mark.sampled
 @both_backends
 @pytest.mark.parametrize("prefix", [0, 5])
 @pytest.mark.parametrize(

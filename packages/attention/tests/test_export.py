@@ -81,6 +81,7 @@ def as_list(outputs) -> list[torch.Tensor]:
     return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", MODULES)
 def test_exported_operation_serves_any_number_of_tasks_and_tokens(name, strict, device):

@@ -119,6 +119,7 @@ def test_gates_at_the_ends_of_their_range_are_as_near_to_fp64_as_torch(rule_op, 
     rule_op.check_by_token(gates_of(name, rule_op.draw(1, 12, 1, 8, 8, F32, device)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("dtype", "least", "every"),
     # How low a reset is and how many there are meet in pairs.

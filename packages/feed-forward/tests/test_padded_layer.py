@@ -70,6 +70,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_padding_stays_zero_for_a_hundred_steps(optimizer, layer_of, backend, device):
     layer = layer_of(backend, device)

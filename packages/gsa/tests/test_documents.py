@@ -124,6 +124,7 @@ def test_selection_and_outputs_are_those_of_each_document_alone(kind, form):
     assert_same_but_for_rounding(y, expected)
 
 
+@pytest.mark.sampled
 @KINDS
 @pytest.mark.parametrize("dense", [False, True], ids=["selected", "dense"])
 def test_every_gradient_is_that_of_each_document_alone(kind, dense, device):

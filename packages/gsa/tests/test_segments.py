@@ -79,6 +79,7 @@ def test_partial_sums_have_a_bound_whatever_the_batch(batches, device, monkeypat
         assert batches * 8 * planned.most_parts <= 2 * launch_segments.SEGMENTS
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 @pytest.mark.parametrize("again", [False, True], ids=["once", "again"])

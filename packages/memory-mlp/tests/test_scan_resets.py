@@ -104,6 +104,7 @@ def scanned(tensors, leaves, part, mask, resets, backend, options):
     return done, torch.autograd.grad(total, leaves)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", OPTIONS)
 def test_documents_of_a_row_are_each_alone(options, backend, device):
     """By the kernels to the bit, but for the sums of what all documents give the first weights."""
@@ -127,6 +128,7 @@ def test_documents_of_a_row_are_each_alone(options, backend, device):
         assert_same_but_for_rounding([*tokens, *row_grads], [*truth, *grads])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", OPTIONS)
 def test_document_that_is_not_finite_reaches_no_other(options, backend, device):
     leaves = [x.requires_grad_() for x in RestOp().draw(1, 24, 2, 3, 5, F32, device)]

@@ -122,6 +122,7 @@ def test_only_what_is_asked_for_is_computed(op, device, monkeypatch):
         assert called == expected
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [(5, 40), (3000, 40), (2, 20000)], ids=str)
 @pytest.mark.parametrize("center", [True, False])
 def test_backward_pass_of_a_norm_writes_what_the_forward_pass_returned(center, shape, device):

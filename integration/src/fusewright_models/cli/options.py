@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from inspect import Parameter, Signature, get_annotations
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -25,6 +25,8 @@ from ..choices import FORMER
 LARGEST_SEED = 2**63 - 1
 # More than any machine holds; larger counts would overflow somewhere.
 LARGEST_COUNT = 2**48
+
+_HINTS: dict[type, Mapping[str, Any]] = {}
 
 # One for each group of options in the help.
 of_data = partial(typer.Option, rich_help_panel="Data")
@@ -70,11 +72,12 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-@cache
 def hints_of(kind: type) -> Mapping[str, Any]:
-    """The annotations of a dataclass's fields, which Python evaluates again for each caller."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {field.name: hints[field.name] for field in fields(kind)}
+    """The annotations of a dataclass's fields, which Python would evaluate again at each call."""
+    if kind not in _HINTS:
+        hints = get_type_hints(kind, include_extras=True)
+        _HINTS[kind] = {field.name: hints[field.name] for field in fields(kind)}
+    return _HINTS[kind]
 
 
 def _option(name: str, hint: Any) -> Parameter:

@@ -124,9 +124,13 @@ def test_hybrid_has_the_same_gradients_and_chooses_once(tokens, checkpointing, d
     assert told[0] == told[1] == 2
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
-    ("checkpointing", "times"), [("none", 1), ("block", 2), ("keep-attention", 1)]
+    ("checkpointing", "times"),
+    [
+        pytest.param("none", 1, marks=pytest.mark.slow),
+        pytest.param("block", 2, marks=pytest.mark.slow),
+        ("keep-attention", 1),
+    ],
 )
 def test_what_mixes_tokens_of_hybrid_is_computed_once_where_it_is_kept(checkpointing, times):
     """One layer of each kind, and the one of the token after next."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from fusewright_models.text import (
 from fusewright_models.text.cache import default_cache
 from fusewright_models.text.corpus import FEW
 from fusewright_models.training import Processes
+from fusewright_testkit.fresh import run_python
 
 from .commands import assert_same_metrics, assert_same_weights, interrupted, invoke, written_text
 
@@ -119,10 +120,10 @@ def test_damaged_tokens_are_refused(tmp_path, name, damage):
 
 
 WRITER = """
-import sys, time
+import time
 from pathlib import Path
 from fusewright_models.text import ByteTokenizer, cached_corpus
-cache, log = map(Path, sys.argv[1:])
+cache, log = Path({cache!r}), Path({log!r})
 def read():
     with log.open("a") as file:
         file.write("read\\n")
@@ -137,11 +138,10 @@ print(found.digest, len(found.training))
 
 
 def test_of_two_processes_one_reads_and_both_have_the_tokens(tmp_path):
-    command = [sys.executable, "-c", WRITER, tmp_path / "cache", tmp_path / "log"]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    told = [process.communicate()[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0]
-    assert told[0] == told[1] != ""
+    program = WRITER.format(cache=str(tmp_path / "cache"), log=str(tmp_path / "log"))
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(run_python, [program] * 2)
+    assert one == other != ""
     assert (tmp_path / "log").read_text() == "read\n"
 
 

@@ -60,6 +60,8 @@ def lost_names(source: str) -> list[tuple[int, str]]:
             continue
         own = [*own_nodes(function, FUNCTIONS)]
         some = [x for x in own if isinstance(x, COMPREHENSIONS)]
+        if len(some) < 2:
+            continue
         targets = {y for x in some for part in x.generators for y in ast.walk(part.target)}
         stored = [x for x in own if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)]
         local = {x.id for x in stored if x not in targets}

@@ -21,9 +21,10 @@ from typer import testing
 from .commands import leave_out_pictures, written_text
 from .trainers import SMALL, SMALL_TITAN_MAC
 
-# What the models import of others, which takes longer than to train a tiny one.
-fresh.PRELOADED += ["torch._dynamo", "torch.distributed.fsdp", "sklearn.datasets"]
-fresh.PRELOADED += ["matplotlib.figure", "typer.testing"]
+# Processes of these tests begin with the program of every model, and with what it imports: that
+# takes longer than to train a tiny one.
+fresh.PRELOADED += [f"fusewright_models.cli.{x}" for x in ("transformer_np", "titan_mac", "hybrid")]
+fresh.PRELOADED += ["torch.distributed.fsdp", "matplotlib.figure", "typer.testing"]
 # Tensors are tiny here: a second thread costs more than it computes, most of all on a busy machine.
 torch.set_num_threads(1)
 

@@ -1,4 +1,4 @@
-"""Run code in a process of its own that has imported torch, and nothing of ours.
+"""Run code in a process of its own that has imported torch, and of ours what tests name alone.
 
 Importing torch takes seconds. The fork server of ``multiprocessing`` imports it once, and each
 piece of code runs in a fork of that server.
@@ -14,7 +14,7 @@ import traceback
 
 # Seconds after which a compiler hangs.
 PATIENCE = 1200
-# The second is what the first gradient imports. Tests may add what all of theirs import of others.
+# The second is what the first gradient imports. Tests may add what all of theirs import.
 PRELOADED = ["torch", "torch.fx.experimental.symbolic_shapes"]
 
 

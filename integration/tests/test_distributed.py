@@ -43,7 +43,7 @@ def titan_mac():
 
 
 def hybrid(mode="exact"):
-    model = HybridLM(dataclasses.replace(HYBRID["tiny"], mode=mode))
+    model = HybridLM(dataclasses.replace(HYBRID["tiny"], mode=mode, sinkhorn_iterations=4))
     rows = text[:, :-1], text[:, 1:]
     return model, rows, dict(), (text,), lambda model: model.stack.layers
 

@@ -65,7 +65,8 @@ def memory_update(
     new_weights = mapped(lambda w, s: over(1.0 - alpha, w) * w + s, w, new_momentum)
 
     def kept(new: Tensor, old: Tensor) -> Tensor:
-        return torch.where(over(finite, new), new, old)
+        # Plain torch would keep the order of the old ones' axes.
+        return torch.where(over(finite, new), new, old).contiguous()
 
     return (
         mapped(kept, new_weights, weights),

@@ -58,7 +58,9 @@ def query_gradient(
     inverse_l = tl.load(softmax_ptr + rows + to_lse, mask=head < CONFIG.HEADS, other=0.0)
     delta = tl.sum(o * do.to(tl.float32), 1)
     if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + to_lse, mask=head < CONFIG.HEADS, other=0.0).to(tl.float32)
+        dlse = tl.load(dlse_ptr + to_lse, mask=head < CONFIG.HEADS, other=0.0).to(tl.float32)
+        # That of no keys is minus infinity, and its gradient may be infinite, too.
+        delta -= tl.where(inverse_l == 0.0, 0.0, dlse)
     tl.store(delta_ptr + to_lse, delta, mask=head < CONFIG.HEADS)
     k_corner = k_ptr + batch * k_batch_stride + key_head * k_head_stride
     v_corner = v_ptr + batch * v_batch_stride + key_head * v_head_stride

@@ -47,11 +47,13 @@ def sparse_attention_backward(
     Written out: what autograd keeps of the forward pass would take second derivatives, which
     differentiate this, 40 % more memory.
     """
-    p, _ = probabilities(wide(q), wide(k), indices, count, scale)
+    p, lse = probabilities(wide(q), wide(k), indices, count, scale)
     dp = torch.einsum("bthd,bshd->bhts", wide(do), of_each_head(wide(v), q))
     delta = (p * dp).sum(-1, keepdim=True)
     if dlse is not None:
-        delta = delta - wide(dlse).unsqueeze(-1)
+        # That of no keys is minus infinity, and its gradient may be infinite, too.
+        dlse = torch.where(lse == float("-inf"), 0.0, wide(dlse))
+        delta = delta - dlse.unsqueeze(-1)
     ds = p * (dp - delta) * scale
     dq = torch.einsum("bhts,bshd->bthd", ds, of_each_head(wide(k), q))
     dk = torch.einsum("bhts,bthd->bshd", ds, wide(q))

@@ -32,7 +32,7 @@ def run(repository):
         shutil.copy(script, repository / "ci")
     shutil.copy(workspace.ROOT / "pyproject.toml", repository)
     kit = repository / "ci/testkit/src/fusewright_testkit"
-    (kit / "plugin.py").write_text(PLUGIN)
+    (kit / "entry.py").write_text(PLUGIN)
     (kit / "bench.py").write_text(BENCH)
 
     def call(script: str, *arguments: str, on_gpu: str = "pass") -> tuple[int, str]:

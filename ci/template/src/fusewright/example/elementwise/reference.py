@@ -8,5 +8,5 @@ from .._core.precision import wide
 
 
 def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """y = factor * x, in fp32 (in fp64 for fp64 inputs), rounded once to x's dtype."""
-    return (factor * wide(x)).to(x.dtype)
+    """y = factor * x, in fp32 (in fp64 for fp64 inputs), rounded once to x's dtype; contiguous."""
+    return (factor * wide(x)).to(x.dtype).contiguous()

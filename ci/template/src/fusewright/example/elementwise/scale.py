@@ -60,5 +60,5 @@ def scale(x: torch.Tensor, factor: float, *, backend: Backend = "auto") -> torch
     check_floating("x", x)
     factor = checked_number("factor", factor)
     if not uses_triton(x, backend):
-        return reference.scale(x, factor).contiguous()
+        return reference.scale(x, factor)
     return _scale(x, factor)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from argparse import Namespace
 
 import pytest
+from fusewright_testkit.entry import hands_tests_out
 
 # Its fixtures: who imported them. A module of pytest's: who imported torch.
 CONFTEST = """
@@ -26,8 +28,7 @@ def test_plugin_is_here(device):
 """
 
 
-@pytest.mark.parametrize("options", [["-n", "1"], ["-n", "0"], ["-n", "1", "--collect-only"]])
-def test_process_that_hands_tests_out_imports_neither_torch_nor_fixtures(tmp_path, options):
+def test_process_that_hands_tests_out_imports_neither_torch_nor_fixtures(tmp_path):
     for name in ("fixtures", "torch"):
         (tmp_path / name).mkdir()
     for name, text in (("conftest", CONFTEST), ("spy", SPY), ("test_one", TEST)):
@@ -37,7 +38,7 @@ def test_process_that_hands_tests_out_imports_neither_torch_nor_fixtures(tmp_pat
     environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path])
     plugins = ["-p", "xdist", "-p", "fusewright_testkit.entry", "-p", "spy"]
-    command = [sys.executable, "-m", "pytest", ".", *plugins, *options]
+    command = [sys.executable, "-m", "pytest", ".", *plugins, "-n", "1"]
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -45,4 +46,27 @@ def test_process_that_hands_tests_out_imports_neither_torch_nor_fixtures(tmp_pat
     assert process.returncode == 0, output
     for name in ("fixtures", "torch"):
         (found,) = (int(path.name) for path in (tmp_path / name).iterdir())
-        assert (found == process.pid) == (options != ["-n", "1"])
+        assert found != process.pid
+
+
+@pytest.mark.parametrize(
+    ("options", "worker", "expected"),
+    [
+        (dict(numprocesses=2), False, True),
+        (dict(numprocesses="auto"), False, True),
+        (dict(numprocesses=2), True, False),
+        (dict(numprocesses=0), False, False),
+        (dict(numprocesses=None), False, False),
+        ({}, False, False),
+        # It collects by itself, or runs all in itself.
+        (dict(numprocesses=2, collectonly=True), False, False),
+        (dict(numprocesses="auto", usepdb=True), False, False),
+    ],
+    ids=str,
+)
+def test_process_of_these_options_hands_tests_out(monkeypatch, options, worker, expected):
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    if worker:
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    given = Namespace(**dict(collectonly=False, usepdb=False) | options)
+    assert hands_tests_out(given) == expected

@@ -242,7 +242,8 @@ class HybridLM(nn.Module, Published):
                 to the next one, layer after layer.
 
         Raises:
-            As `forward`; ValueError: the caches have read another number of rows, or are given
+            TypeError: as `forward`.
+            ValueError: as `forward`; the caches have read another number of rows, or are given
                 beside a group.
             RuntimeError: parameters are sharded, beside a group.
         """
@@ -355,7 +356,8 @@ class HybridLM(nn.Module, Published):
                 mean is over the part's, NaN of none.
 
         Raises:
-            As `forward`; ValueError: fewer than two tokens.
+            TypeError: as `forward`.
+            ValueError: as `forward`; fewer than two tokens.
             RuntimeError: gradients would stay those of one of several processes; autograd is on, or
                 parameters are sharded, beside a group.
         """
@@ -391,7 +393,8 @@ class HybridLM(nn.Module, Published):
             mask: ``[B, T + 1]``, as in `forward`; padding is not predicted.
 
         Raises:
-            As `forward`; ValueError: fewer than three tokens.
+            TypeError: as `forward`.
+            ValueError: as `forward`; fewer than three tokens.
             RuntimeError: gradients would stay those of one of several processes.
         """
         check_synchronised(self)

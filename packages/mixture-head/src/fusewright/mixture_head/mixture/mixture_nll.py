@@ -165,7 +165,7 @@ def mixture_nll(
     Differentiable in params and y, twice; the second derivative runs in plain torch.
 
     Raises:
-        As :func:`mixture_log_likelihood`.
+        TypeError, ValueError, RuntimeError: as of :func:`mixture_log_likelihood`.
     """
     check_params(params)
     check_targets(params, y)

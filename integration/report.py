@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import itertools
 from collections.abc import Iterable, Sequence
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from statistics import mean, stdev
@@ -305,20 +306,22 @@ def optimizer_lines(found: dict[str, Runs]) -> list[tuple[str, ...]]:
     return [line(name, found[name]) for name in sorted(found, key=place)]
 
 
-def optimizer_parts(path: Path, rows: list[OptimizerPoint]) -> list[str]:
-    """Paragraph, picture and table of a comparison."""
+def optimizer_parts(path: Path, rows: list[OptimizerPoint], folder: str = "") -> list[str]:
+    """Paragraph, picture and table of a comparison, for a page from which ``folder`` leads to the
+    results.
+    """
     found, name = runs_of(rows), COMPARED[rows[0].model]
     told = (
         f"{name} after {max(row.step for row in rows)} steps from each of "
         f"{max(runs.seeds for runs in found.values())} seeds, less is better: "
-        f"[{path.name}]({path.name}). Peak rates are the best of "
+        f"[{path.name}]({folder}{path.name}). Peak rates are the best of "
         f"{max(len(runs.rates) for runs in found.values())} each, by runs from other seeds, "
         f"{max(runs.grid_seeds for runs in found.values())} a rate; a rate at an end of its grid "
         "is marked *. Scores are of the seeds whose runs ended with a finite one. Seconds are of "
         "all steps of a run."
     )
     table = markdown(OPTIMIZER_HEADER, optimizer_lines(found), left=1)
-    return [told, f"![{name}, by optimizer]({path.stem}.png)", table]
+    return [told, f"![{name}, by optimizer]({folder}{path.stem}.png)", table]
 
 
 def selection_parts(path: Path, rows: list[SelectionPoint]) -> list[str]:
@@ -375,6 +378,15 @@ def study_parts(folder: Path) -> dict[Path, list[str]]:
             if rows := studies.read(kind, path):
                 found[path] = parts(path, rows)  # type: ignore[arg-type]
     return found
+
+
+def compared(folder: Path) -> str:
+    """What belongs between the marks of the page about choosing an optimizer."""
+    parts: list[str] = []
+    for path in sorted(folder.glob("results/optimizers-*.csv")):
+        if rows := studies.read(OptimizerPoint, path):
+            parts += optimizer_parts(path, rows, f"../../{folder.name}/results/")
+    return "\n\n".join(parts) or "Nothing has been measured yet."
 
 
 def made(folder: Path) -> str:
@@ -451,10 +463,11 @@ def bench_files(folder: Path) -> dict[Path, list[Row]]:
 def written(folder: Path) -> dict[Path, str]:
     """Every file of words that follows from the results, and what it is to say."""
     files = {folder / TABLES: made(folder)}
-    for page, op in PAGES.items():
-        path = docs_of(folder) / f"models/{page}.md"
+    pages = {f"models/{page}.md": partial(short, folder, op) for page, op in PAGES.items()}
+    for page, text in (pages | {"tutorials/optimizers.md": partial(compared, folder)}).items():
+        path = docs_of(folder) / page
         if path.is_file():
-            files[path] = with_made(path.read_text(), short(folder, op))
+            files[path] = with_made(path.read_text(), text())
     return files
 
 

@@ -1,4 +1,6 @@
-"""Commands on the pages about training have the flags that they say, and their code runs."""
+"""Commands on the pages about training, the tutorials' too, have the flags that they say, and the
+code runs.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,12 @@ import typer
 from fusewright_models import TITAN_MAC, TitanMAC
 from fusewright_models.bench.__main__ import app as bench
 from fusewright_models.cli import app, sweep
+from fusewright_testkit.pages import python_blocks
 
 INTEGRATION = Path(__file__).resolve().parents[1]
-PAGES = [INTEGRATION / "README.md", INTEGRATION.parent / "docs/models/training.md"]
+DOCS = INTEGRATION.parent / "docs"
+PAGES = [INTEGRATION / "README.md", DOCS / "models/training.md", DOCS / "performance.md"]
+PAGES += sorted(DOCS.glob("tutorials/*.md"))
 PROGRAMS = {"fusewright-train": app, "fusewright_models": app, "fusewright_models.bench": bench}
 
 # Wheels are tested without the sources beside them.
@@ -25,7 +30,8 @@ def commands() -> list[str]:
     """Lines of code, put together where they go on."""
     text = "\n".join(page.read_text() for page in PAGES if page.exists()).replace("\\\n", " ")
     # torchrun's own flags come before -m.
-    found = re.findall(r"^(?: {4})?((?:fusewright-train|torchrun|python -m) .*)$", text, re.M)
+    program = r"fusewright-train|torchrun .*-m|python -m"
+    found = re.findall(rf"^(?: {{4}})?((?:{program}) .*)$", text, re.M)
     return sorted({line for line in found if "studies" not in line and "evaluation" not in line})
 
 
@@ -55,8 +61,7 @@ def test_code_about_published_models_runs(tmp_path, monkeypatch):
     torch.manual_seed(0)
     TitanMAC(TITAN_MAC["tiny"]).save_pretrained(tmp_path / "titan-mac")
     monkeypatch.chdir(tmp_path)
-    page = PAGES[1].read_text()
-    code = re.findall(r"^```python\n(.*?)^```", page, re.M | re.DOTALL)
+    code = python_blocks(PAGES[1].read_text())
     mine = [each for each in code if "from_pretrained" in each or "load_scorer" in each]
     assert len(mine) == 2
     for each in mine:

@@ -369,3 +369,4 @@ def docs(session: nox.Session) -> None:
     """Build the documentation, strictly."""
     session.install(*group("docs"), *CONSTRAINED)
     session.run("mkdocs", "build", "--strict", "--site-dir", ".nox/site", *session.posargs)
+    session.run("python", "ci/check_site.py", ".nox/site")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import docs_performance
 import public_api
 import workspace
 
@@ -29,7 +30,10 @@ UP_TO_PART = re.compile(r"\]\(((?:\.\./)+[\w/-]+/)README\.md")
 # The front page of the documentation stands for the README of the root.
 SERVED_AS = {"README.md": "index.md"}
 # The folders of docs/ itself; pages of other folders are the parts' own.
-OF_DOCS = ("", "models", "decisions")
+OF_DOCS = ("", "models", "decisions", "tutorials")
+# In the order in which they are read.
+TUTORIALS = ("own-model", "own-table", "long-text", "selection", "optimizers", "many-gpus")
+TUTORIALS += ("kernel-package",)
 
 
 def served(text: str, depth: int) -> str:
@@ -44,8 +48,8 @@ def of_docs(text: str, depth: int) -> str:
     """The text of a page ``depth`` folders below docs/ with its links set right: what lies beside
     docs/ is served in the same folder as its pages.
     """
-    beside = re.compile(rf"\]\((?:\.\./){{{depth + 1}}}(packages|integration)/")
-    return beside.sub(rf"]({'../' * depth}\1/", UP_TO_PART.sub(r"](\1index.md", text))
+    beside = re.compile(rf"\]\((?:\.\./){{{depth + 1}}}(packages/|integration/|CONTRIBUTING\.md)")
+    return beside.sub(rf"]({'../' * depth}\1", UP_TO_PART.sub(r"](\1index.md", text))
 
 
 def reference_page(part: workspace.Project) -> str:
@@ -84,7 +88,8 @@ def decisions(folder: Path) -> list[Path]:
 
 def decisions_page(folder: Path) -> str:
     """A list of the decisions, newest last, by their first headings."""
-    lines = ["# Decisions", ""]
+    told = "What was measured or argued before it was chosen, as it was then."
+    lines = ["# Decisions", "", told, ""]
     for path in decisions(folder):
         title = re.search(r"^# (.+)$", path.read_text(), re.M)
         lines.append(f"- [{title[1] if title else path.stem}]({path.name})")
@@ -95,33 +100,55 @@ def parts() -> list[workspace.Project]:
     return workspace.packages() + workspace.integration()
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Public functions are read from the source folders; the navigation follows the packages."""
-    python = config.plugins["mkdocstrings"].config.handlers.setdefault("python", {})
-    python["paths"] = [str(part.source) for part in parts()]
+def navigation() -> list[dict]:
+    """Packages and pages are found; the decisions are an archive, of which one page is the list."""
+
+    def base(part: workspace.Project) -> str:
+        return part.folder.relative_to(workspace.ROOT).as_posix()
 
     def entry(part: workspace.Project) -> dict:
-        base = part.folder.relative_to(workspace.ROOT).as_posix()
-        pages = [f"{base}/index.md", {"functions": f"{base}/reference.md"}]
+        pages: list = [f"{base(part)}/index.md"]
         if (part.folder / "results/tables.md").is_file():
-            pages.append({"measured times": f"{base}/results/tables.md"})
+            pages.append({"measured times": f"{base(part)}/results/tables.md"})
         if (part.folder / "CHANGELOG.md").is_file():
-            pages.append({"changes": f"{base}/CHANGELOG.md"})
+            pages.append({"changes": f"{base(part)}/CHANGELOG.md"})
         return {part.name: pages}
 
-    written = decisions(workspace.ROOT / "docs/decisions")
-    # By hand, with their results between marks.
-    pages = [f"models/{path.name}" for path in sorted(workspace.ROOT.glob("docs/models/*.md"))]
-    config.nav = [
-        {"fusewright": "index.md"},
+    def of_folder(name: str) -> list[str]:
+        found = sorted((workspace.ROOT / "docs" / name).glob("*.md"))
+        return [f"{name}/{path.name}" for path in found if path.name != "index.md"]
+
+    models = workspace.integration()
+    return [
+        {"Home": "index.md"},
+        {"Tutorials": ["tutorials/index.md", *(f"tutorials/{name}.md" for name in TUTORIALS)]},
         {"Packages": [entry(package) for package in workspace.packages()]},
-        *[{"Models": [*entry(part)[part.name], *pages]} for part in workspace.integration()],
-        {"From other names": "migration.md"},
-        {"Other implementations": "implementations.md"},
-        {"What is supported": "support.md"},
-        {"Decisions": ["decisions/index.md", *(f"decisions/{path.name}" for path in written)]},
-        {"Contributing": "CONTRIBUTING.md"},
+        {
+            "Models": [page for part in models for page in entry(part)[part.name]]
+            + of_folder("models")
+        },
+        {"Reference": [{part.import_name: f"{base(part)}/reference.md"} for part in parts()]},
+        {"Performance": ["performance.md", "scaling.md"]},
+        {
+            "More": [
+                {"What is supported": "support.md"},
+                {"From other names": "migration.md"},
+                {"Other implementations": "implementations.md"},
+                {"Contributing": "CONTRIBUTING.md"},
+                {"Decisions": ["decisions/index.md"]},
+            ]
+        },
     ]
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Public functions are read from the source folders; the navigation follows what is there."""
+    python = config.plugins["mkdocstrings"].config.handlers.setdefault("python", {})
+    python["paths"] = [str(part.source) for part in parts()]
+    python["options"]["extensions"] = [str(workspace.ROOT / "ci/docs_signatures.py")]
+
+    config.repo_url = workspace.repository() or None
+    config.nav = navigation()
     return config
 
 
@@ -130,8 +157,18 @@ on_config.mkdocs_priority = 100
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
-    folder = page.file.src_uri.rpartition("/")[0]
-    return of_docs(markdown, depth=int(folder != "")) if folder in OF_DOCS else markdown
+    folder, _, name = page.file.src_uri.rpartition("/")
+    if name == "tables.md":
+        # Numbers are not searched for.
+        page.meta["search"] = {"exclude": True}
+    if page.is_homepage:
+        # Its side bar would name it alone.
+        page.meta["hide"] = ["navigation"]
+    if folder not in OF_DOCS:
+        return markdown
+    (models,) = workspace.integration()
+    made = docs_performance.with_made(markdown, workspace.packages(), models.folder)
+    return of_docs(made, depth=int(folder != ""))
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import docs_pages
 import pytest
 import workspace
@@ -32,6 +34,7 @@ def test_links_of_a_readme_fit_its_page(text, wanted):
         ),
         ("[why](../decisions/0001-a.md)", "[why](../decisions/0001-a.md)"),
         ("[beside](training.md)", "[beside](training.md)"),
+        ("[how](../../CONTRIBUTING.md#times)", "[how](../CONTRIBUTING.md#times)"),
     ],
 )
 def test_links_of_a_page_in_a_folder_of_docs_fit_where_it_is_served(text, wanted):
@@ -83,5 +86,46 @@ def test_decisions_are_listed_by_their_headings_in_order(tmp_path):
     (tmp_path / "0002-b.md").write_text("# Second\n\ntext\n")
     (tmp_path / "0001-a.md").write_text("# First\n")
     (tmp_path / "0001-a.csv").write_text("# not a page\n")
-    page = "# Decisions\n\n- [First](0001-a.md)\n- [Second](0002-b.md)\n"
-    assert docs_pages.decisions_page(tmp_path) == page
+    title, _, told, *rest = docs_pages.decisions_page(tmp_path).splitlines()
+    assert title == "# Decisions"
+    assert told
+    assert rest == ["", "- [First](0001-a.md)", "- [Second](0002-b.md)"]
+
+
+def pages_of(entries) -> list[str]:
+    """The pages of a navigation, in its order."""
+    if isinstance(entries, str):
+        return [entries]
+    inside = entries.values() if isinstance(entries, dict) else entries
+    return [page for entry in inside for page in pages_of(entry)]
+
+
+def test_every_page_is_in_the_navigation_but_for_the_archive():
+    found = pages_of(docs_pages.navigation())
+    docs = workspace.ROOT / "docs"
+    written = [path.relative_to(docs).as_posix() for path in docs.rglob("*.md")]
+    wanted = {page for page in written if not page.startswith("decisions/")}
+    assert len(set(found)) == len(found)
+    assert wanted <= set(found)
+    assert [page for page in found if page.startswith("decisions/")] == ["decisions/index.md"]
+    assert {f"packages/{p.name}/reference.md" for p in workspace.packages()} <= set(found)
+
+
+def test_repository_is_linked_where_one_is_said(repository, monkeypatch):
+    monkeypatch.setattr(workspace, "repository", lambda: "https://example.org/ours")
+    config = SimpleNamespace(plugins={"mkdocstrings": handlers({"options": {}})})
+    assert docs_pages.on_config(config).repo_url == "https://example.org/ours"
+    monkeypatch.setattr(workspace, "repository", lambda: "")
+    assert docs_pages.on_config(config).repo_url is None
+
+
+def handlers(python: dict) -> SimpleNamespace:
+    return SimpleNamespace(config=SimpleNamespace(handlers={"python": python}))
+
+
+def test_numbers_are_left_out_of_the_search():
+    for uri, excluded in (("packages/norm/results/tables.md", True), ("support.md", False)):
+        file = SimpleNamespace(src_uri=uri)
+        page = SimpleNamespace(file=file, meta={}, is_homepage=False)
+        docs_pages.on_page_markdown("text", page=page)
+        assert ("search" in page.meta) == excluded

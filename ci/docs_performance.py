@@ -1,7 +1,7 @@
 """What the documentation says of speed, made of the committed result files when it is built.
 
 ``docs/index.md`` and ``docs/performance.md`` have marks such as ``<!-- made: glance -->``, each of
-which stands for a table. What a row, a peer and a loss are is the report's of the testkit.
+which stands for a table. What a row, a peer and a loss are, the testkit's report says.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ sys.path.append(str(workspace.kit().import_folder))
 
 import report
 
+# What a page says where it is read without its tables.
+UNMADE = re.compile(r"^<!-- in the repository -->\n.*?<!-- end of it -->\n", re.M | re.DOTALL)
 MARK = re.compile(r"^<!-- made: (\w+) -->$", re.M)
 MATRIX = ("case", "provider", "checkpointing", "timing")
 UNBROKEN = "\N{NO-BREAK SPACE}"
@@ -129,10 +131,13 @@ def read(path: Path, *columns: str) -> list[dict[str, str]]:
 
 def against(rows: list[dict[str, str]], named: tuple[str, ...]) -> list[list[str]]:
     """A line for each row of ours, beside the fastest other at the same case: by the same clock, or
-    eager where no other was replayed.
+    eager where no other was replayed. Cases are in their first order, whatever run a row is from.
     """
     lines = []
-    for row in (row for row in rows if row["provider"].startswith(report.OURS)):
+    cases = list(dict.fromkeys(tuple(row[name] for name in named) for row in rows))
+    mine = [row for row in rows if row["provider"].startswith(report.OURS)]
+    mine.sort(key=lambda row: cases.index(tuple(row[name] for name in named)))
+    for row in mine:
         others = [
             other
             for other in rows
@@ -159,7 +164,7 @@ MADE: dict[str, Callable[[list[workspace.Project], Path], str]] = {
 
 
 def with_made(text: str, packages: list[workspace.Project], models: Path) -> str:
-    """A page with its tables in the place of its marks.
+    """A page with its tables in the place of its marks, and without what it says where it has none.
 
     Raises:
         ValueError: a mark names none.
@@ -170,4 +175,4 @@ def with_made(text: str, packages: list[workspace.Project], models: Path) -> str
             raise ValueError(f"wanted a mark of {', '.join(MADE)}; got {mark[0]}")
         return MADE[mark[1]](packages, models)
 
-    return MARK.sub(made, text)
+    return MARK.sub(made, UNMADE.sub("", text))

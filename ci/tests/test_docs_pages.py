@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import docs_pages
 import pytest
+import release_check
 import workspace
 
 
@@ -117,6 +118,13 @@ def test_repository_is_linked_where_one_is_said(repository, monkeypatch):
     assert docs_pages.on_config(config).repo_url == "https://example.org/ours"
     monkeypatch.setattr(workspace, "repository", lambda: "")
     assert docs_pages.on_config(config).repo_url is None
+
+
+def test_home_says_that_nothing_is_released_as_long_as_nothing_is():
+    changes = [(part.folder / "CHANGELOG.md").read_text() for part in workspace.packages()]
+    released = any(map(release_check.is_released, changes))
+    home = (workspace.ROOT / "docs/index.md").read_text()
+    assert ("No release is on an index yet." in home) == (not released)
 
 
 def handlers(python: dict) -> SimpleNamespace:

@@ -26,6 +26,7 @@ TitanMAC,dim=8,step,fusewright-captured,bf16,graph,10.0,10,10,,,9.0
 TitanMAC,dim=8,step,titans,bf16,wall,20.0,20,20,,,9.0
 TitanMAC,dim=8,fwd,titans,bf16,wall,1.0,1,1,,,9.0
 TitanMAC,dim=9,step,fusewright,bf16,wall,40.0,40,40,,,9.0
+TitanMAC,dim=8,step,fusewright-compile,bf16,wall,16.0,16,16,,,9.0
 """
 
 
@@ -73,6 +74,7 @@ def test_steps_stand_beside_the_same_clock_or_an_eager_peer(norm):
     assert found == [
         [*start, "fusewright", "eager", "40.0", "titans", "20.0", "0.50"],
         [*start, "fusewright-captured", "replayed", "10.0", "titans, eager", "20.0", "2.00"],
+        [*start, "fusewright-compile", "eager", "16.0", "titans", "20.0", "1.25"],
         ["TitanMAC", "dim=9", "fusewright", "eager", "40.0", "", "", ""],
     ]
 
@@ -82,6 +84,8 @@ def test_marks_are_replaced_where_they_name_a_table(norm):
     made = docs_performance.with_made(text, [norm], norm.folder)
     assert made.startswith("above\n| package |")
     assert made.endswith("|\nbelow\n")
+    unmade = "a\n<!-- in the repository -->\nno table\n<!-- end of it -->\nb\n"
+    assert docs_performance.with_made(unmade, [norm], norm.folder) == "a\nb\n"
     with pytest.raises(ValueError, match="wanted a mark of front, glance, lost, steps, matrix"):
         docs_performance.with_made("<!-- made: guess -->", [norm], norm.folder)
 

@@ -29,6 +29,8 @@ UP_TO_ROOT = re.compile(r"\]\((?:\.\./)+(CONTRIBUTING\.md|LICENSE|README\.md)")
 UP_TO_PART = re.compile(r"\]\(((?:\.\./)+[\w/-]+/)README\.md")
 # The front page of the documentation stands for the README of the root.
 SERVED_AS = {"README.md": "index.md"}
+# What a README says last where signatures are a page beside it.
+SIGNATURES = "\n## Signatures\n\nOf all functions and classes: [`{}`](reference.md).\n"
 # The folders of docs/ itself; pages of other folders are the parts' own.
 OF_DOCS = ("", "models", "decisions", "tutorials")
 # In the order in which they are read.
@@ -75,6 +77,8 @@ def part_pages(part: workspace.Project) -> dict[str, str | Path]:
     for name, target in {"README.md": "index.md", "CHANGELOG.md": "CHANGELOG.md"}.items():
         if (part.folder / name).is_file():
             pages[f"{base}/{target}"] = served((part.folder / name).read_text(), depth)
+    if f"{base}/index.md" in pages:
+        pages[f"{base}/index.md"] += SIGNATURES.format(part.import_name)
     pages[f"{base}/reference.md"] = reference_page(part)
     files = [*part.folder.glob("results/*.*"), *part.folder.glob("examples/*.*")]
     for path in [part.folder / "LICENSE", *sorted(files)]:

@@ -55,7 +55,7 @@ def test_part_brings_its_pages_and_result_files(repository, monkeypatch):
     (norm.folder / "results").mkdir()
     (norm.folder / "results/h200.csv").write_text("op\n")
     assert docs_pages.part_pages(norm) == {
-        "packages/norm/index.md": "# norm\n",
+        "packages/norm/index.md": "# norm\n" + docs_pages.SIGNATURES.format("fusewright.norm"),
         "packages/norm/reference.md": "# fusewright.norm\n",
         "packages/norm/LICENSE": norm.folder / "LICENSE",
         "packages/norm/results/h200.csv": norm.folder / "results/h200.csv",

@@ -6,10 +6,11 @@
     python ci/affected.py --sessions gpu --against …      other sessions than tests and typing
 
 ``tests(new)`` and ``typing(new)`` try what ``nox -s new`` lays out; ``transformers`` is the part of
-the models' tests that has versions of its own. Prose, pictures and result tables change nothing
-that runs: lint and docs look at them, and they always run. Tests of a package wake that package,
-its source wakes the models too; packages have no edges among themselves. The core is a part of
-every package. A file that no rule knows wakes everything.
+the models' tests that has versions of its own. Pictures, result tables and most prose change
+nothing that runs: lint and docs look at them, and they always run. The code of READMEs and of the
+pages in docs runs in the tests of the models. Tests of a package wake that package, its source
+wakes the models too; packages have no edges among themselves. The core is a part of every package.
+A file that no rule knows wakes everything.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ def parts_for(path: str, packages: list[str]) -> set[str]:
     everything = {*packages, "integration", "new", "core"}
     file = PurePosixPath(path)
     match file.parts:
+        case ("docs", folder, *_) if file.suffix == ".md" and folder != "decisions":
+            return {"integration"}
+        case ("integration", "README.md") | ("packages", _, "README.md"):
+            return {"integration"}
         case _ if file.suffix in READ_ONLY or file.name == "LICENSE":
             return set()
         case ("docs", *_) | ("mkdocs.yml",):
@@ -45,7 +50,8 @@ def parts_for(path: str, packages: list[str]) -> set[str]:
         case ("ci", "tests", "core", *_):
             return {"core"}
         case ("ci", "template", *_):
-            return {"new", "core"}
+            # A tutorial begins with what is laid out.
+            return {"new", "core", "integration"}
     return everything
 
 

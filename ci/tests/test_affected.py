@@ -15,12 +15,18 @@ EVERYTHING = {"memory-mlp", "norm", "integration", "new", "core"}
         ("packages/norm/src/fusewright/norm/rms_norm.py", {"norm", "integration"}),
         ("packages/_core/registration.py", EVERYTHING),
         ("ci/tests/core/test_internals.py", {"core"}),
-        ("ci/template/src/fusewright/example/__init__.py", {"new", "core"}),
+        ("ci/template/src/fusewright/example/__init__.py", {"new", "core", "integration"}),
         ("packages/memory-mlp/src/fusewright/memory_mlp/a.py", {"memory-mlp", "integration"}),
         ("packages/norm/hub/layers.py", {"norm", "integration"}),
         ("packages/memory-mlp/pyproject.toml", {"memory-mlp", "integration"}),
         ("packages/norm/tests/test_rms_norm.py", {"norm"}),
-        ("packages/norm/README.md", set()),
+        ("packages/norm/README.md", {"integration"}),
+        ("packages/norm/CHANGELOG.md", set()),
+        ("integration/README.md", {"integration"}),
+        ("docs/tutorials/own-model.md", {"integration"}),
+        ("docs/models/titan-mac.md", {"integration"}),
+        ("docs/migration.md", {"integration"}),
+        ("docs/decisions/0001-registration.md", set()),
         ("packages/norm/results/h200-torch2.11-triton3.6.csv", set()),
         ("packages/normal/src/a.py", EVERYTHING),
         ("packages/norm", EVERYTHING),
@@ -56,7 +62,8 @@ def test_sessions_come_in_the_order_of_the_workspace():
     told = affected.sessions(
         ["ci/template/README.md", "ci/template/a.py"], PACKAGES, ["tests", "typing"]
     )
-    assert told == ["tests(new)", "tests(core)", "typing(new)"]
+    found = ["tests(integration)", "tests(new)", "tests(core)"]
+    assert told == [*found, "typing(integration)", "typing(new)"]
     assert affected.sessions(paths, PACKAGES, ["gpu"]) == ["gpu(norm)", "gpu(integration)"]
 
 

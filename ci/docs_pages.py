@@ -122,15 +122,15 @@ def navigation() -> list[dict]:
         found = sorted((workspace.ROOT / "docs" / name).glob("*.md"))
         return [f"{name}/{path.name}" for path in found if path.name != "index.md"]
 
+    def with_pages(entries: list) -> list:
+        return [entries[0], *of_folder("models"), *entries[1:]]
+
     models = workspace.integration()
     return [
         {"Home": "index.md"},
         {"Tutorials": ["tutorials/index.md", *(f"tutorials/{name}.md" for name in TUTORIALS)]},
         {"Packages": [entry(package) for package in workspace.packages()]},
-        {
-            "Models": [page for part in models for page in entry(part)[part.name]]
-            + of_folder("models")
-        },
+        {"Models": [page for part in models for page in with_pages(entry(part)[part.name])]},
         {"Reference": [{part.import_name: f"{base(part)}/reference.md"} for part in parts()]},
         {"Performance": ["performance.md", "scaling.md"]},
         {

@@ -1,7 +1,5 @@
 """Pages of the documentation whose code runs, and that show what it printed.
 
-    python ci/pages.py docs/tutorials/own-model.md [--write]
-
 The fenced blocks of a page run in their order, in one namespace and one folder:
 
     ```python               runs; what it prints is the block of text behind it

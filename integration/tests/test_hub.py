@@ -101,7 +101,9 @@ def test_ops_are_in_a_namespace_of_the_build(package, repositories):
     build = kernels.get_local_kernel(repositories / package)
     namespace = import_module(f"{build.__name__}._core.registration").NAMESPACE
     assert namespace == build.__name__
-    assert namespace.startswith(f"_fusewright_{package.replace('-', '_')}_cpu_")
+    # The library asks torch what it was built for, not what there is.
+    backend = "cuda" if torch.version.cuda else "cpu"
+    assert namespace.startswith(f"_fusewright_{package.replace('-', '_')}_{backend}_")
     operations = import_module(f"{build.__name__}._core.registration").OPS
     assert all(op.overload.namespace == namespace for op in operations)
 
@@ -160,9 +162,9 @@ LAYERS = {
 }
 
 
-def mapping(repositories: Path) -> dict:
+def mapping(repositories: Path, device: str) -> dict:
     return {
-        name: {"cpu": kernels.LocalLayerRepository(repositories / package, layer_name=layer)}
+        name: {device: kernels.LocalLayerRepository(repositories / package, layer_name=layer)}
         for name, (package, layer) in LAYERS.items()
     }
 
@@ -170,13 +172,14 @@ def mapping(repositories: Path) -> dict:
 @contextmanager
 def kernelized(model, repositories, mode):
     """With our layers; functions, which all models share, are afterwards as they were."""
-    with kernels.use_kernel_mapping(mapping(repositories), inherit_mapping=False):
-        kernels.kernelize(model, mode=mode, device="cpu")
+    device = model.device.type
+    with kernels.use_kernel_mapping(mapping(repositories, device), inherit_mapping=False):
+        kernels.kernelize(model, mode=mode, device=device)
     try:
         yield
     finally:
         with kernels.use_kernel_mapping({}, inherit_mapping=False):
-            kernels.kernelize(model, mode=mode, device="cpu")
+            kernels.kernelize(model, mode=mode, device=device)
 
 
 @pytest.fixture
@@ -381,3 +384,29 @@ def test_every_query_sees_every_key_where_attention_is_not_causal(repositories):
         return y.transpose(1, 2)
 
     Yardstick(attention, [q, k, v]).check(build.flash_attn_func)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_layers_on_a_gpu_give_logits_and_gradients_of_transformers(
+    family, repositories, marked, tokens
+):
+    marked(family)
+    model, tokens = made(family, BF16, hidden_size=64, head_dim=16).train().cuda(), tokens.cuda()
+    yardstick = yardstick_of(model, input_ids=tokens)
+    with kernelized(model, repositories, kernels.Mode.TRAINING):
+        assert {"RMSNorm.forward", "SwiGLUMLP.forward"} <= replaced(model)
+        yardstick.check(function_of(model, input_ids=tokens))
+
+
+@pytest.mark.gpu
+@taken
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_attention_on_a_gpu_is_that_of_transformers(family, attending, tokens):
+    inputs = {"input_ids": tokens.cuda(), "use_cache": False}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][0, :3] = 0
+    model = made(family, BF16, hidden_size=64, head_dim=16).cuda()
+    model.set_attn_implementation("eager")
+    yardstick = yardstick_of(Present(model, inputs), **inputs)
+    yardstick.check(function_of(Present(attending(model), inputs), **inputs))

@@ -7,6 +7,8 @@ all. What else these programs may ask for is an error. Same inputs, same bits, a
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -92,11 +94,10 @@ def flash_attn_varlen_func(
     documents = len(cu_seqlens_k) - 1
     if not causal:
         raise ValueError("attention of documents must be causal")
-    options = {"scale": softmax_scale, "sinks": s_aux}
     window = window_size[0] + 1 or len(k)
+    attention = partial(sliding_window_attention, window=window, scale=softmax_scale, sinks=s_aux)
     if len(q) == len(k):
-        q, k, v = q[None], k[None], v[None]
-        return sliding_window_attention(q, k, v, window, cu_seqlens=cu_seqlens_k, **options)[0]
+        return attention(q[None], k[None], v[None], cu_seqlens=cu_seqlens_k)[0]
     if len(q) != documents or max_seqlen_q != 1:
         raise ValueError(
             f"q must hold the {len(k)} tokens of k, or the last one of each of {documents} "
@@ -108,7 +109,7 @@ def flash_attn_varlen_func(
     rows = ends[:, None] - torch.arange(longest, 0, -1, device=k.device)
     k, v = (x[rows.clamp(min=0)] for x in (k, v))
     bounds = torch.stack([longest - lengths, torch.full_like(lengths, longest)], 1)
-    return sliding_window_attention(q[:, None], k, v, window, cu_seqlens=bounds, **options)[:, 0]
+    return attention(q[:, None], k, v, cu_seqlens=bounds)[:, 0]
 
 
 def check_options(

@@ -104,7 +104,7 @@ def steps(packages: list[workspace.Project], models: Path) -> str:
     for path in sorted(models.glob("results/h200-*.csv")):
         rows = [row for row in read(path, "pass") if row["pass"] == "step"]
         lines = against(rows, ("op", "case"))
-        environment = report.Results(path, {}).environment
+        environment = report.Results(path, {}, {}).environment
         header = "model | case | ours | clock | ms | fastest other | ms | times as fast"
         parts += [f"### {environment}", table(header, lines, left=4)]
     return "\n\n".join(parts)

@@ -63,7 +63,7 @@ def test_sessions_come_in_the_order_of_the_workspace():
         ["ci/template/README.md", "ci/template/a.py"], PACKAGES, ["tests", "typing"]
     )
     found = ["tests(integration)", "tests(new)", "tests(core)"]
-    assert told == [*found, "typing(integration)", "typing(new)"]
+    assert told == [*found, "typing(integration)", "typing(new)", "transformers"]
     assert affected.sessions(paths, PACKAGES, ["gpu"]) == ["gpu(norm)", "gpu(integration)"]
 
 

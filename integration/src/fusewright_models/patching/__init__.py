@@ -1,5 +1,5 @@
 """Models of ``transformers`` on the kernels of the fusewright packages (extra "transformers")."""
 
-from .patch import PARTS, USUAL, Part, Patch, patch
+from .patched import PARTS, USUAL, Part, Patch, patch
 
 __all__ = ["PARTS", "USUAL", "Part", "Patch", "patch"]

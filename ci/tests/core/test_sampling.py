@@ -2,67 +2,61 @@
 
 from __future__ import annotations
 
-import itertools
-from types import SimpleNamespace
+import re
 
 import pytest
-from fusewright_testkit.plugin import SAMPLE, mark_samples
+from fusewright_testkit.plugin import MANY, SAMPLE
+
+pytest_plugins = ["pytester"]
 
 
-class Item(SimpleNamespace):
-    """A collected case, as far as the plugin looks at one."""
+@pytest.fixture
+def quick(pytester):
+    """The names of the cases in the quick tier of a file with this text."""
 
-    def get_closest_marker(self, name):
-        return name in self.marks
+    def collected(text):
+        pytester.makepyfile(f"import pytest\nsampled = pytest.mark.sampled\n{text}")
+        options = ("-p", "fusewright_testkit.plugin", "-p", "no:cacheprovider", "-m", "not slow")
+        found = pytester.runpytest_inprocess("--collect-only", "-q", *options)
+        return [line.partition("::")[2] for line in found.outlines if "::" in line]
 
-    def add_marker(self, mark):
-        self.marks.add(mark.name)
-
-
-def cases(test, *counts, marks=("sampled",)):
-    """Each value of every parameter, of which there are so many, with all values of the others."""
-    crossed = itertools.product(*map(range, counts))
-    return [case_of(test, dict(zip("abc", values, strict=False)), marks) for values in crossed]
+    return collected
 
 
-def case_of(test, indices, marks):
-    name = f"{test}[{'-'.join(f'{k}{v}' for k, v in indices.items())}]"
-    of = SimpleNamespace(indices=indices)
-    return Item(name=name, nodeid=f"test_file.py::{name}", marks={*marks}, callspec=of)
+def crossed(**counts):
+    """A sampled test of all values of each parameter with all those of the others."""
+    marks = [f"@pytest.mark.parametrize('{name}', range({n}))" for name, n in counts.items()]
+    return "\n".join(["@sampled", *marks, f"def test_crossed({', '.join(counts)}): ..."])
 
 
-def quick(items):
-    mark_samples(items)
-    return [item for item in items if "slow" not in item.marks]
-
-
-def names(items):
-    return [item.name for item in items]
-
-
-def test_few_cases_of_a_list_are_in_no_tier():
-    kept = quick(cases("test_some", 60))
+def test_few_cases_of_a_long_list_are_quick(quick):
+    text = crossed(a=60)
+    kept = quick(text)
     assert len(kept) == 60 / SAMPLE
-    assert names(kept) == names(quick(cases("test_some", 60)))
+    assert kept == quick(text)
     # Not the first ones: which are goes by names.
-    assert names(kept) != names(cases("test_some", 60)[: len(kept)])
+    assert kept != [f"test_crossed[a{n}]" for n in range(len(kept))]
 
 
-@pytest.mark.parametrize("counts", [(9, 14), (2, 5, 14), (6, 6, 6)])
-def test_each_value_of_parameters_that_are_crossed_is_in_few_cases(counts):
-    kept = quick(cases("test_crossed", *counts))
+@pytest.mark.parametrize("counts", [(9, 4), (2, 5, MANY), (6, 6, 6)], ids=str)
+def test_each_value_of_parameters_that_are_crossed_is_in_few_cases(quick, counts):
+    kept = quick(crossed(**dict(zip("abc", counts, strict=False))))
     for name, count in zip("abc", counts, strict=False):
-        assert {item.callspec.indices[name] for item in kept} == {*range(count)}
+        assert {int(re.search(rf"{name}(\d+)", case)[1]) for case in kept} == {*range(count)}
     assert len(kept) < 2 * max(counts)
 
 
-def test_one_case_at_least_is_left():
-    for count in range(1, 6):
-        for test in ("test_a", "test_b", "test_c"):
-            assert quick(cases(test, count))
-    lonely = Item(name="test_lonely", nodeid="test_file.py::test_lonely", marks={"sampled"})
-    assert quick([lonely]) == [lonely]
+def test_long_list_beside_a_short_one_is_cut_alone(quick):
+    kept = quick(crossed(a=3, b=5 * MANY))
+    assert {re.search(r"a(\d)", case)[1] for case in kept} == {"0", "1", "2"}
+    assert len(kept) == 5 * MANY / SAMPLE
 
 
-def test_other_tests_stay_whole():
-    assert len(quick([*cases("test_all", 9, marks=()), *cases("test_some", 9)])) >= 10
+@pytest.mark.parametrize("count", [1, 2, MANY])
+def test_short_lists_stay_whole(quick, count):
+    assert len(quick(crossed(a=count))) == count
+
+
+def test_other_tests_stay_whole(quick):
+    other = "@pytest.mark.parametrize('a', range(60))\ndef test_all(a): ..."
+    assert len(quick(f"{other}\n@sampled\ndef test_lonely(): ...")) == 61

@@ -88,10 +88,11 @@ def peak_memory(device: torch.device) -> int | None:
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, **options: Any) -> Iterator[None]:
-    """What is launched within goes to the graph of that device, and is not run.
+    """What is launched within goes to the graph of that device, which is the current one
+    meanwhile, and is not run.
 
     Args:
-        options: of `torch.cuda.graph`.
+        options: of `torch.cuda.graph`; without a stream one of that device captures.
 
     Raises:
         RuntimeError: something within cannot be captured. Random numbers are drawn on as if it had
@@ -100,12 +101,14 @@ def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, **options: Any)
     index = torch.cuda.current_device() if device.index is None else device.index
     generator = torch.cuda.default_generators[index]
     state = generator.clone_state()
+    # That of `torch.cuda.graph` is of the device that was current when a first graph was captured.
+    options.setdefault("stream", torch.cuda.Stream(index))
     collects = gc.isenabled()
     # No cycles of other work, graphs among them, are let go of meanwhile: a capture does not bear
     # that the device is asked to free something.
     gc.disable()
     try:
-        with torch.cuda.graph(graph, **options):
+        with torch.cuda.device(index), torch.cuda.graph(graph, **options):
             yield
     except RuntimeError:
         # The state that a broken capture has used stays one that captures, and draws no more.

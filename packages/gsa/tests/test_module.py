@@ -252,6 +252,25 @@ def test_memory_that_no_token_was_written_to_is_not_seen(options, backend, devic
     assert torch.equal(*found)
 
 
+def test_without_kernels_a_token_costs_what_it_sees(monkeypatch):
+    """Memory for a long text would take as long as that text at every token."""
+    from fusewright.gsa.layer import gated_sparse_attention
+
+    widths = []
+
+    def recorded(q, k, *others, **options):
+        widths.append(k.shape[1])
+        return select(q, k, *others, **options)
+
+    select = gated_sparse_attention.indexer_topk
+    monkeypatch.setattr(gated_sparse_attention, "indexer_topk", recorded)
+    attention, x = layer(dtype=F64).eval(), tokens(dtype=F64)
+    cache = attention.new_cache(1, 4000)
+    for part in x.split([9, 1, 1], 1):
+        attention.decode(part, cache)
+    assert widths == [9, 10, 11]
+
+
 def test_tokens_are_decoded_by_the_launches_of_those_before(device):
     """A plan, and a variant of a kernel, for each length would take milliseconds a token."""
     attention, x = layer("triton", device=device).eval(), tokens(device=device)

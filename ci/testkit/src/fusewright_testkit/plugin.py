@@ -27,8 +27,8 @@ from torch.utils import _device
 pytest.register_assert_rewrite("fusewright_testkit.conformance")
 
 HAS_GPU = torch.cuda.is_available()
-# Of the cases of a test that is sampled, no more than one in so many is in no tier.
-SAMPLE = 5
+# Of a parameter of a test that is sampled with more than MANY values one in SAMPLE is quick.
+MANY, SAMPLE = 10, 5
 # Of sixteen processes beside a large test.
 MOST_GPU_MEMORY = 6 << 30
 # What a process keeps from one test to the next.
@@ -105,25 +105,38 @@ def mark_samples(items: list[pytest.Item]) -> None:
 
 
 def sample_of(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """So few cases of a test that each value of its parameters is in one, and no more than one in
-    SAMPLE. Their names decide among equal ones, so that they are the same in every run.
+    """So few cases of a test that each value of its parameters is in one; of a parameter that has
+    many, one value in SAMPLE. The cases' names decide among equal ones, so that they are the same
+    in every run.
     """
     left = sorted(cases, key=lambda item: zlib.crc32(item.name.encode()))
-    kept, seen = [], set()
-    while left and len(kept) * SAMPLE < len(cases):
-        most = max(left, key=lambda item: len(values_of(item) - seen))
-        if kept and values_of(most) <= seen:
-            break
+    wanted = wanted_of(left)
+    kept = []
+    while left and (wanted or not kept):
+        most = max(left, key=lambda item: len(values_of(item) & wanted))
         left.remove(most)
         kept.append(most)
-        seen |= values_of(most)
+        wanted -= values_of(most)
     return kept
 
 
+def wanted_of(cases: list[pytest.Item]) -> set[tuple[str, int]]:
+    """The values that some case is to have."""
+    found: dict[str, dict[tuple[str, int], None]] = defaultdict(dict)
+    for item in cases:
+        for value in values_of(item):
+            found[value[0]][value] = None
+    return {
+        value
+        for values in found.values()
+        for value in list(values)[: None if len(values) <= MANY else -(-len(values) // SAMPLE)]
+    }
+
+
 def values_of(item: pytest.Item) -> set[tuple[str, int]]:
-    """Of each parameter of a case, by name, which of its values it has."""
+    """Of each parameter of a case, by name, its value, which all cases that have it share."""
     called = getattr(item, "callspec", None)
-    return set() if called is None else {*called.indices.items()}
+    return set() if called is None else {(name, id(x)) for name, x in called.params.items()}
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:

@@ -17,9 +17,6 @@ from ...devices import capturing
 from .layers import Caches
 from .model import HybridLM
 
-# Of tokens that come one by one the first is read eagerly, which compiles what a graph then has.
-WARM_UP = 1
-
 
 class Going:
     """Reads rows of tokens with what the layers have read before.
@@ -38,22 +35,22 @@ class Going:
         self.model, self.captures = model, captures
         self.caches: Caches = {}
         self.step: Step | None = None
-        self.taken = 0
+        # Of the eager step before, if tokens come one by one: its shape and precision.
+        self.like: Any = None
 
     def read(self, tokens: Tensor) -> Tensor:
         """Hidden rows ``[B, T, C]`` of the tokens ``[B, T]`` that follow."""
+        like = tokens.shape, *precision_of(tokens)
         single = self.captures and tokens.is_cuda and tokens.shape[1] == 1 and self.caches
-        if not single or not self._has_room():
-            self.taken = 0
-        elif self.step is None and self.taken >= WARM_UP:
+        if not single or not self._has_room() or like != self.like:
+            self.like = self.step = None
+        elif self.step is None:
             self._capture(tokens)
-        if self.taken and self.step is not None and self.step.serves(tokens):
+        if self.step is not None:
             return self.step(tokens)
         if single:
             know_lengths(self.caches)
-            self.taken += 1
-        # What is carried to the next token is elsewhere then.
-        self.step = None
+            self.like = like
         hidden, self.caches = self.model.read(tokens, self.caches or None)
         return hidden
 
@@ -85,9 +82,9 @@ class Step:
     """
 
     def __init__(self, model: HybridLM, tokens: Tensor, caches: Caches) -> None:
-        self.tokens, self.caches, self.precision = tokens.clone(), caches, precision_of(tokens)
+        self.tokens, self.caches = tokens.clone(), caches
         self.graph = torch.cuda.CUDAGraph()
-        enabled, dtype = self.precision
+        enabled, dtype = precision_of(tokens)
         # Weights that an eager step has cast for autocast are gone when the graph is replayed.
         uncached = torch.autocast(
             tokens.device.type, enabled=enabled, dtype=dtype, cache_enabled=False
@@ -99,10 +96,6 @@ class Step:
             for place, cache in caches.items():
                 for old, new in zip(carried(cache), carried(after[place]), strict=True):
                     old.copy_(new)
-
-    def serves(self, tokens: Tensor) -> bool:
-        """Whether it is a step of such tokens, in the precision that it was captured in."""
-        return tokens.shape == self.tokens.shape and precision_of(tokens) == self.precision
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Hidden rows ``[B, 1, C]``."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from .._core.backends import Backend, check_backend
+from .._core.backends import Backend, check_backend, uses_triton
 from .._core.checks import check_option, checked_count, checked_number
 from .._core.linears import linears_of
 from .._core.typed import called_as
@@ -46,8 +46,8 @@ Tensor = torch.Tensor
 INIT_STD = 0.02
 # Of the norm of the indexer's keys, as in the public code of DeepSeek-V3.2-Exp.
 INDEX_EPS = 1e-6
-# Up to so many tokens are decoded over all of the cache's memory, of which each sees its own keys:
-# every call has the same shapes then, and so the same launches, which a CUDA graph can replay.
+# On a GPU up to so many tokens are decoded over all of the cache's memory, of which each sees its
+# own keys: every call has the same shapes, and so the same launches, which a CUDA graph replays.
 FEW_TOKENS = 8
 
 
@@ -281,7 +281,9 @@ class GatedSparseAttention(nn.Module):
         return y, selection, loss
 
     def new_cache(self, batches: int, capacity: int) -> KeyCache:
-        """Memory for the keys of up to ``capacity`` tokens of ``batches`` sequences."""
+        """Memory for the keys of up to ``capacity`` tokens of ``batches`` sequences. On a GPU
+        the indexer scores all of it for a few tokens: longer memory than is needed costs time.
+        """
         weight = self.k_proj.weight
         rows = (batches, capacity)
         heads = weight.new_zeros((*rows, self.key_heads, self.head_width))
@@ -328,7 +330,8 @@ class GatedSparseAttention(nn.Module):
             return tokens_of(y, cu_seqlens, x.shape[1])
         position: int | Tensor = cache.length
         places, ranges, tokens = None, None, x.shape[1]
-        few, apart = tokens <= FEW_TOKENS, mask is not None or cache.lengths is not None
+        few = tokens <= FEW_TOKENS and (x.is_cuda or uses_triton(x, self.backend))
+        apart = mask is not None or cache.lengths is not None
         if few or apart:
             places = cache.places(x, mask)
             position, ranges = places.position, places.key_ranges()

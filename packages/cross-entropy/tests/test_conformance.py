@@ -7,7 +7,7 @@ from fusewright_testkit.conformance.package import *  # noqa: F403
 
 PACKAGE = Package(
     "fusewright.cross_entropy",
-    names="linear_cross_entropy",
+    names="Reduction linear_cross_entropy",
     # Its launch overwrites its argument: a function, where an op would return a second tensor.
     registered="",
     without_triton=(

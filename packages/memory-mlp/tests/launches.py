@@ -181,6 +181,7 @@ def every_scan() -> None:
     launch_a_scan(64, 128, BF16, resting=True)
     launch_a_scan(64, 256, BF16, masked=True, packed=True)
     launch_a_scan(3, 5, BF16, 5, clipped=True)
+    launch_a_scan(33, 200, F16, clipped=True)
 
 
 def launch_a_deep_scan(

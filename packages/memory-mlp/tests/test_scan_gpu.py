@@ -159,7 +159,8 @@ def two_sizes(op, width, hidden, dtype):
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize(
-    ("chunk", "width", "hidden"), [(64, 64, 128), (64, 64, 256), (48, 40, 200), (16, 8, 32)]
+    ("chunk", "width", "hidden"),
+    [(64, 64, 128), (64, 64, 256), (48, 40, 200), (16, 8, 32), (16, 3, 32)],
 )
 def test_clipped_scan_is_as_near_to_fp64_as_torch(scan_op, in_tf32, chunk, width, hidden, dtype):
     op = scan_op.having(chunk=chunk)

@@ -56,6 +56,8 @@ RECOMPUTE = ScanConfig(block_h=64, num_warps=4)
 # With a clip; unmeasured.
 CLIP = ScanConfig(block_h=64, num_warps=4)
 ADVANCE = ScanConfig(block_h=32, num_warps=4, splits_heads=True, waits=False)
+# Where no two numbers of a row are loaded at once, ptxas loses a descriptor with 4 warps.
+ADVANCE_ODD = ADVANCE._replace(num_warps=8)
 # q, k, v, the state, the gates, which tokens are written, the rest, which chunks are reset.
 OPERANDS = 10
 # Programs of four warps on one multiprocessor.
@@ -327,12 +329,13 @@ def forward_plan(
 
 def clip_plan(problem: Problem, k: tuple[int, ...], v: tuple[int, ...]) -> ClipPlan:
     """For k and v of these strides."""
-    heads, blocks = problem.all_heads, problem.blocks(ADVANCE)
+    advance = ADVANCE_ODD if problem.width % 2 else ADVANCE
+    heads, blocks = problem.all_heads, problem.blocks(advance)
     sizes = problem.tokens, problem.heads, heads
     return ClipPlan(
         problem.chunks,
         problem.launch(kernels_clip.clip_kernel, CLIP, heads, (*sizes, blocks, *k, *v)),
-        problem.launch(kernels_clip.advance_kernel, ADVANCE, heads * blocks, (*sizes, *k)),
+        problem.launch(kernels_clip.advance_kernel, advance, heads * blocks, (*sizes, *k)),
         problem.launch(kernels_clip.settle_kernel, CLIP, heads, (*sizes, blocks)),
         (
             problem.wide(heads, problem.chunk, problem.width),

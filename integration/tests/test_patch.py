@@ -14,6 +14,7 @@ from fusewright_models import Patch, patch
 from fusewright_models.patching import PARTS, USUAL, forwards
 from fusewright_testkit import no_synchronisation
 from torch import Tensor
+from torch import distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -358,6 +359,33 @@ def test_checkpointing_of_transformers_gives_the_same_bits(tokens):
     expected = bits(model, tokens)
     model.gradient_checkpointing_enable()
     assert_same_bits(bits(model, tokens), expected)
+
+
+@pytest.fixture
+def one_process():
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("this torch has no gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_sharded_model_that_casts_what_it_is_given_keeps_angles_in_fp32(tokens, one_process):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = made().train()
+    twin = patched(copy.deepcopy(model))
+    for p in twin.parameters():
+        p.data = p.data.to(BF16)
+    expected = bits(twin, tokens)
+    patched(model)
+    mesh = dist.init_device_mesh("cpu", (1,))
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    found = [loss.detach(), *(p.grad.full_tensor().to(BF16) for p in model.parameters())]
+    assert_same_bits(found, expected)
 
 
 def test_compiled_model_computes_the_same(tokens, assert_same_but_for_rounding):

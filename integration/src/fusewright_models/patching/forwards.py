@@ -96,17 +96,20 @@ def gated_down(down: nn.Module, backend: Backend, gate: Tensor, up: Tensor) -> T
     return down(silu_mul(gate, up, backend=backend))
 
 
-class Angles(NamedTuple):
+class Angles:
     """In place of ``transformers``' cos, for `rotated` alone.
+
+    No tuple and no dataclass: what shards a model casts the tensors that it finds in those.
 
     Attributes:
         cos, sin: ``[T, D / 2]`` or ``[B, T, D / 2]``, of each pair of columns once.
         backend: of the rotation.
     """
 
-    cos: Tensor
-    sin: Tensor
-    backend: Backend
+    def __init__(self, cos: Tensor, sin: Tensor, backend: Backend) -> None:
+        self.cos = cos
+        self.sin = sin
+        self.backend = backend
 
 
 def angles(rotary: Any, options: Options, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +148,9 @@ def take_angles(rotary: type) -> None:
 
 def rotated(x: Tensor, by: Angles) -> Tensor:
     """``x [B, H, T, D]``, which lies in memory as ``[B, T, H, D]``, as the result does."""
-    turned = apply_rotary(x.transpose(1, 2), by.cos, by.sin, backend=by.backend)
+    # The layers of a model may lie on several devices.
+    cos, sin = by.cos.to(x.device), by.sin.to(x.device)
+    turned = apply_rotary(x.transpose(1, 2), cos, sin, backend=by.backend)
     return turned.transpose(1, 2)
 
 

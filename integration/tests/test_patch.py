@@ -218,6 +218,12 @@ def test_head_that_is_not_plain_computes_logits_and_says_so(tokens):
     assert found.logits.shape == (ROWS, LENGTH, VOCABULARY)
 
 
+def scheduled() -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW([torch.zeros(1)])
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("call", "error", "said"),
     [
@@ -231,8 +237,9 @@ def test_head_that_is_not_plain_computes_logits_and_says_so(tokens):
             TypeError,
             "got torch.optim.sgd.SGD",
         ),
+        (lambda: patch(made(), scheduled()), ValueError, "the scheduler of patched.optimizer"),
     ],
-    ids=["linear", "base", "twice", "part", "word", "optimizer"],
+    ids=["linear", "base", "twice", "part", "word", "optimizer", "scheduler"],
 )
 def test_what_cannot_be_patched_is_refused(call, error, said):
     with pytest.raises(error, match=said):

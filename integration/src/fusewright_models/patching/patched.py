@@ -97,7 +97,7 @@ def patch(
         model: ``LlamaForCausalLM``, or that of Mistral, Qwen2, Qwen3, Gemma, Gemma2 or Gemma3.
         optimizer: ``torch.optim.AdamW`` or ``torch.optim.Adam`` over its parameters; the one that
             takes its place, with its groups and its state, is the attribute ``optimizer`` of what
-            is returned.
+            is returned. A scheduler is made of that one: it would not reach it from here.
         parts: what to replace:
 
             - "norm": RMS norms, of which those before a feed-forward network also add the residual;
@@ -119,7 +119,7 @@ def patch(
     Raises:
         TypeError: the model is of none of these classes, or the optimizer of neither.
         ValueError: it is patched already; a part has another name, or is named and cannot be
-            replaced.
+            replaced; the optimizer has a scheduler, or did when its state was saved.
         RuntimeError: ``transformers`` is not installed.
     """
     family, asked = family_of(model), checked_parts(parts)
@@ -165,11 +165,18 @@ def adamw_in_place_of(optimizer: torch.optim.Optimizer) -> AdamW:
 
     Raises:
         TypeError: it is neither torch's AdamW nor its Adam.
+        ValueError: a scheduler has its learning rates.
     """
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
         raise TypeError(
             "optimizer must be torch.optim.AdamW or torch.optim.Adam; got "
             f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        )
+    # Schedulers write this into the groups, and go on with the optimizer that they were made of.
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        raise ValueError(
+            "optimizer must have no scheduler yet; got groups with initial_lr: make the scheduler "
+            "of patched.optimizer, and load what was saved into that one"
         )
     # How torch's is computed, which ours decides by itself.
     ways = ("foreach", "fused", "differentiable")

@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from contextlib import nullcontext
+from types import MethodType
 
 import pytest
 import torch
@@ -208,6 +209,39 @@ def test_classes_of_others_are_left_and_told():
     model.model.norm = Norm(SIZES["hidden_size"])
     with pytest.warns(UserWarning, match="norm left: wanted LlamaRMSNorm; got Norm"):
         assert "norm" not in patch(model).replaced
+
+
+def test_forward_passes_of_others_are_left_and_told(tokens):
+    model = made().train()
+    plain = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda x: 2 * plain(x)
+    expected = bits(model, tokens)
+    with pytest.raises(ValueError, match=r"gating cannot be replaced: .*got another of LlamaMLP"):
+        patch(model, parts=["gating"])
+    with pytest.warns(UserWarning, match=r"gating left: .*got another of LlamaMLP"):
+        found = patch(model)
+    assert list(found.replaced) == ["norm", "rotary", "loss"]
+    found.undo()
+    assert_same_bits(bits(model, tokens), expected)
+
+
+def test_head_whose_forward_pass_another_has_set_computes_logits(tokens):
+    model = patched(made().train())
+    plain = model.lm_head.forward
+    model.lm_head.forward = lambda x: 2 * plain(x)
+    with pytest.warns(UserWarning, match="logits are computed"):
+        assert model(input_ids=tokens, labels=tokens).logits is not None
+
+
+def test_forward_passes_are_bound_again_like_methods(tokens):
+    """As accelerate does, around which it puts autocast, and when it takes that off again."""
+    model = patched(made(dtype=BF16).train())
+    expected = bits(model, tokens)
+    ours = [module for module in model.modules() if "forward" in vars(module)]
+    assert model in ours
+    for module in ours:
+        module.forward = MethodType(module.forward.__func__, module)
+    assert_same_bits(bits(model, tokens), expected)
 
 
 def test_head_that_is_not_plain_computes_logits_and_says_so(tokens):

@@ -1,6 +1,6 @@
 """Forward passes that take the place of those of ``transformers``' modules.
 
-Each is a function of the module, whose parameters, names and hooks stay as they are.
+Each is a function of options and the module, whose parameters, names and hooks stay as they are.
 """
 
 from __future__ import annotations
@@ -37,13 +37,23 @@ class Options(NamedTuple):
     backend: Backend
 
 
+class Forward(partial[Any]):
+    """``Forward(function, options, module)``: a forward pass that is bound to its module as methods
+    are, for libraries that bind the function again; but a pickle takes it, too.
+    """
+
+    @property
+    def __func__(self) -> partial[Any]:
+        return partial(self.func, *self.args[:1])
+
+
 def norm_options(norm: Any, options: Options) -> dict[str, Any]:
     # The name differs by family.
     eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
     return {"eps": eps, "weight_offset": options.weight_offset, "backend": options.backend}
 
 
-def normed(norm: Any, options: Options, hidden_states: Tensor) -> Tensor:
+def normed(options: Options, norm: Any, hidden_states: Tensor) -> Tensor:
     """Of a norm."""
     return rms_norm(hidden_states, norm.weight, **norm_options(norm, options))
 
@@ -58,7 +68,7 @@ def added_and_normed(
     return add_rms_norm(x.to(dtype), residual.to(dtype), norm.weight, **norm_options(norm, options))
 
 
-def layer_forward(layer: Any, options: Options, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+def layer_forward(options: Options, layer: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     """Of a decoder layer whose norms stand before attention and feed-forward network."""
     attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
     x, residual = added_and_normed(layer.post_attention_layernorm, options, attended, hidden_states)
@@ -66,7 +76,7 @@ def layer_forward(layer: Any, options: Options, hidden_states: Tensor, **kwargs:
 
 
 def sandwiched_layer_forward(
-    layer: Any, options: Options, hidden_states: Tensor, **kwargs: Any
+    options: Options, layer: Any, hidden_states: Tensor, **kwargs: Any
 ) -> Tensor:
     """Of a decoder layer with norms before and behind both."""
     attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
@@ -79,7 +89,7 @@ def sandwiched_layer_forward(
     return residual + layer.post_feedforward_layernorm(layer.mlp(x))
 
 
-def gated(mlp: Any, options: Options, x: Tensor) -> Tensor:
+def gated(options: Options, mlp: Any, x: Tensor) -> Tensor:
     """Of a feed-forward network that is gated by SiLU.
 
     What gating returns is the widest tensor of a layer, and the one that costs least to have again:
@@ -112,7 +122,7 @@ class Angles:
         self.backend = backend
 
 
-def angles(rotary: Any, options: Options, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def angles(options: Options, rotary: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Of a rotary embedding: in fp32, where its own are rounded to x's dtype; no sine beside."""
     if not torch.compiler.is_compiling():
         # Of a model that was read from a pickle, nothing has been patched here.
@@ -155,8 +165,8 @@ def rotated(x: Tensor, by: Angles) -> Tensor:
 
 
 def causal_forward(
-    model: Any,
     options: Options,
+    model: Any,
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
@@ -205,7 +215,7 @@ def causal_forward(
 
 def is_plain(head: nn.Module) -> bool:
     """Whether a head is its weight and nothing else."""
-    return type(head) is nn.Linear and head.bias is None
+    return type(head) is nn.Linear and head.bias is None and "forward" not in vars(head)
 
 
 # That ``transformers``' own loss takes.

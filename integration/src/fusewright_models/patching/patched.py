@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -21,7 +20,7 @@ USUAL: tuple[Part, ...] = PARTS[:-1]
 
 
 class Replacement(NamedTuple):
-    """A module, and what its forward pass shall be: a function of it, options and inputs."""
+    """A module, and what its forward pass shall be: a function of options, it and inputs."""
 
     module: Any
     forward: Callable[..., Any]
@@ -53,7 +52,7 @@ class Patch:
     def replace(self, part: Part, some: Sequence[Replacement], options: forwards.Options) -> None:
         """Give modules other forward passes."""
         for module, forward in some:
-            module.forward = functools.partial(forward, module, options)
+            module.forward = forwards.Forward(forward, options, module)
             self._modules.append(module)
         self.replaced[part] = len(some)
 
@@ -123,14 +122,17 @@ def patch(
         RuntimeError: ``transformers`` is not installed.
     """
     family, asked = family_of(model), checked_parts(parts)
-    if any("forward" in vars(module) for module in model.modules()):
+    passes = (vars(module).get("forward") for module in model.modules())
+    if any(isinstance(each, forwards.Forward) for each in passes):
         raise ValueError("model must have its own forward passes; got one that is patched already")
     replacements: dict[Part, list[Replacement]] = {}
     patched = Patch(model)
     for part in asked:
         obstacle = OBSTACLES[part](model, family)
+        some = [] if obstacle else list(REPLACEMENTS[part](model, family))
+        obstacle = obstacle or of_others(some)
         if obstacle is None:
-            replacements[part] = list(REPLACEMENTS[part](model, family))
+            replacements[part] = some
         elif parts is None:
             patched.left[part] = obstacle
         else:
@@ -204,6 +206,14 @@ def unlike(model: nn.Module, *kinds: type) -> str | None:
         if others:
             return f"wanted {kind.__name__}; got {', '.join(sorted(others))}"
     return None
+
+
+def of_others(some: Sequence[Replacement]) -> str | None:
+    """Of which modules another library or the caller has set the forward pass."""
+    found = {type(module).__name__ for module, _ in some if "forward" in vars(module)}
+    if not found:
+        return None
+    return f"wanted forward passes of the classes; got another of {', '.join(sorted(found))}"
 
 
 def of_norm(model: Any, family: Family) -> str | None:

@@ -316,7 +316,7 @@ def test_optimizer_goes_on_where_torchs_was(kind, tokens, assert_same_but_for_ro
     assert [group["lr"] for group in ours.param_groups] == [0.01, 0.02]
 
 
-@pytest.mark.parametrize("way", ["shifted", "items", "number", "ignored", "tuple"])
+@pytest.mark.parametrize("way", ["shifted", "items", "number", "ignored", "none", "tuple"])
 def test_loss_takes_what_that_of_transformers_takes(way, tokens, assert_same_but_for_rounding):
     labels = tokens.clone()
     if way != "ignored":
@@ -326,6 +326,7 @@ def test_loss_takes_what_that_of_transformers_takes(way, tokens, assert_same_but
         "items": dict(num_items_in_batch=torch.tensor(23)),
         "number": dict(num_items_in_batch=7),
         "ignored": dict(ignore_index=int(tokens[1, 3])),
+        "none": dict(return_dict=None),
         "tuple": dict(return_dict=False),
     }[way]
     model = made(dtype=F64).train()

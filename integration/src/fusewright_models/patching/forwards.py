@@ -199,7 +199,7 @@ def causal_forward(
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     of_loss = {name: kwargs.pop(name) for name in LOSS_OPTIONS if name in kwargs}
-    as_tuple = not kwargs.pop("return_dict", True)
+    as_tuple = kwargs.pop("return_dict", True) is False
     outputs = model.model(**given, **kwargs)
     loss = vocabulary_loss(
         outputs.last_hidden_state, model.lm_head.weight, labels, options.backend, **of_loss

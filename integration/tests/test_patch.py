@@ -264,7 +264,7 @@ def scheduled() -> torch.optim.Optimizer:
         (lambda: patch(torch.nn.Linear(1, 1)), TypeError, "one of LlamaForCausalLM, .*got Linear"),
         (lambda: patch(made().model), TypeError, "got LlamaModel"),
         (lambda: patch(patched(made())), ValueError, "got one that is patched already"),
-        (lambda: patch(made(), parts=["norms"]), ValueError, r"got \['norms'\]"),
+        (lambda: patch(made(), parts=["norms"]), ValueError, r"got \('norms',\)"),
         (lambda: patch(made(), parts="norm"), ValueError, "got 'norm'"),
         (
             lambda: patch(made(), torch.optim.SGD([torch.zeros(1)])),
@@ -286,6 +286,23 @@ def test_refused_patch_changes_nothing(tokens):
     with pytest.raises(TypeError, match=r"got torch\.optim\.sgd\.SGD"):
         patch(model, torch.optim.SGD(model.parameters()))
     assert_same_bits(bits(model, tokens), before)
+
+
+def test_attention_that_transformers_refuses_changes_nothing(tokens, monkeypatch):
+    model = made(dtype=BF16).train()
+    before = bits(model, tokens)
+
+    def refused(name):
+        raise ValueError(f"no {name}")
+
+    monkeypatch.setattr(model, "set_attn_implementation", refused)
+    with pytest.raises(ValueError, match="no fusewright"):
+        patch(model, parts=PARTS)
+    assert_same_bits(bits(model, tokens), before)
+
+
+def test_parts_are_read_once():
+    assert list(patch(made(), parts=iter(["norm", "loss"])).replaced) == ["norm", "loss"]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -77,7 +77,7 @@ def patch(
     model: Any,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    parts: Sequence[Part] | None = None,
+    parts: Iterable[Part] | None = None,
     recompute: bool = True,
     backend: Backend = "auto",
 ) -> Patch:
@@ -140,26 +140,27 @@ def patch(
     if optimizer is not None:
         patched.optimizer = adamw_in_place_of(optimizer)
     options = forwards.Options(family.weight_offset, recompute, backend)
+    # First, since transformers may refuse it.
+    if replacements.pop("attention", None) is not None:
+        patched.attend_by(attention.register(backend))
     for part, some in replacements.items():
         patched.replace(part, some, options)
-    if "attention" in replacements:
-        patched.attend_by(attention.register(backend))
     if patched.left:
         warnings.warn(str(patched), stacklevel=2)
     return patched
 
 
-def checked_parts(parts: Sequence[Part] | None) -> Sequence[Part]:
+def checked_parts(parts: Iterable[Part] | None) -> Sequence[Part]:
     """
     Raises:
         ValueError: one has another name.
     """
     if parts is None:
         return USUAL
-    unknown = [part for part in parts if part not in PARTS]
-    if isinstance(parts, str) or unknown:
-        raise ValueError(f"parts must be a list of {', '.join(PARTS)}; got {parts!r}")
-    return parts
+    asked = parts if isinstance(parts, str) else tuple(parts)
+    if isinstance(asked, str) or any(part not in PARTS for part in asked):
+        raise ValueError(f"parts must be some of {', '.join(PARTS)}; got {asked!r}")
+    return asked
 
 
 def adamw_in_place_of(optimizer: torch.optim.Optimizer) -> AdamW:

@@ -63,7 +63,11 @@ class Patch:
         self.replaced["attention"] = self.model.config.num_hidden_layers
 
     def undo(self) -> None:
-        """The model is as it was; an optimizer that took another's place stays."""
+        """The model is as it was; an optimizer that took another's place stays.
+
+        Where its attention was replaced, it has the one from before `patch` again, whatever has
+        been set since; else the one that it has stays.
+        """
         for module in self._modules:
             del module.forward
         self._modules.clear()
@@ -90,7 +94,8 @@ def patch(
 
     The model stays the object that it is: its classes, names, parameters and state dict. What it
     returns is the same but for rounding, with one exception: while it trains and is given labels,
-    its logits are None, since they are never all in memory.
+    its logits are None, since they are never all in memory; nor are hooks on its ``lm_head`` called
+    then, since its weight alone is read.
 
     Args:
         model: ``LlamaForCausalLM``, or that of Mistral, Qwen2, Qwen3, Gemma, Gemma2 or Gemma3.

@@ -181,6 +181,10 @@ def test_outputs_and_gradients_are_as_near_to_fp64_as_torch(scan_op, name, devic
     *sizes, dtype, options = CASES[name]
     op = scan_op.having(**options)
     tensors = op.draw(*sizes, dtype, device)
+    if "relu" in name:
+        # Far from the kink, beside which rounding alone decides between two slopes.
+        b1 = tensors[4]
+        b1 += 4.0 * b1.sign()
     op.having(max_grad_norm=amid(op, tensors)).check(tensors)
 
 

@@ -202,7 +202,8 @@ def test_most_of_what_a_pass_holds_is_saved_for_its_backward_pass(case):
     storages = [each.x.untyped_storage() for each in saved]
     kept = {x._cdata: x.nbytes() for x in storages if x._cdata not in own}
     del found
-    assert 0.9 < sum(kept.values()) / said_of(run).held < 1.0
+    # Attention in plain torch keeps one matrix of a layer's scores, and makes two.
+    assert 0.85 < sum(kept.values()) / said_of(run).held < 1.0
 
 
 def peaks_of(file: str, **wanted: str) -> list[tuple[str, float]]:

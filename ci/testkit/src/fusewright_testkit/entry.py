@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from importlib import import_module
 
 import pytest
 
@@ -18,7 +17,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     if hands_tests_out(options):
         options.noconftest = True
     else:
-        early_config.pluginmanager.register(import_module(".plugin", __package__))
+        early_config.pluginmanager.import_plugin(f"{__package__}.plugin")
 
 
 def hands_tests_out(options: Namespace) -> bool:

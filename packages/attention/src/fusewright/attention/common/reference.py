@@ -31,7 +31,7 @@ def probabilities(
     ``seen`` is broadcast to the scores; None: every key. k has the heads of q. ``sinks``
     are one score more of each row, for a key that has no value; minus infinity is none.
     """
-    scores = torch.einsum("bnhd,bmhd->bhnm", q, k) * scale
+    scores = torch.einsum("bnhd,bmhd->bhnm", q, k).mul_(scale)
     if sinks is not None:
         if seen is not None:
             scores = scores.masked_fill(~seen, float("-inf"))

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fusewright_models.cli import app
-from fusewright_testkit.fresh import run_python
 from fusewright_testkit.pages import ran
 from torch.distributed import TCPStore
 
@@ -29,6 +29,8 @@ pytestmark = pytest.mark.skipif(not TUTORIALS, reason="docs/ is not beside these
 
 
 # What one process of torchrun runs.
+# After which processes that wait for one another are given up.
+SECONDS = 240
 PROCESS = """
 import os, runpy, sys
 os.chdir({folder!r})
@@ -88,8 +90,21 @@ def torchrun(arguments: list[str]) -> None:
         PROCESS.format(folder=str(Path.cwd()), told=told | {"RANK": str(rank)}, script=script)
         for rank in range(int(count))
     ]
-    with ThreadPoolExecutor(len(programs)) as pool:
-        print("".join(pool.map(run_python, programs)), end="")
+    options: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    processes = [subprocess.Popen([sys.executable, "-c", each], **options) for each in programs]
+
+    def said(process: subprocess.Popen[str]) -> tuple[str, str]:
+        out, errors = process.communicate(timeout=SECONDS)
+        if process.returncode:
+            # The others would wait for it.
+            for other in processes:
+                other.kill()
+        return out, errors
+
+    with ThreadPoolExecutor(len(processes)) as pool:
+        texts = list(pool.map(said, processes))
+    assert not any(each.returncode for each in processes), texts
+    print("".join(out for out, _ in texts), end="")
 
 
 PROGRAMS: dict[str, Callable[[list[str]], None]] = {

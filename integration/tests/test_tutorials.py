@@ -28,9 +28,9 @@ TUTORIALS = sorted(ROOT.glob("docs/tutorials/*.md"))
 pytestmark = pytest.mark.skipif(not TUTORIALS, reason="docs/ is not beside these tests")
 
 
-# What one process of torchrun runs.
 # After which processes that wait for one another are given up.
 SECONDS = 240
+# What one process of torchrun runs.
 PROCESS = """
 import os, runpy, sys
 os.chdir({folder!r})

@@ -331,15 +331,15 @@ class GatedSparseAttention(nn.Module):
         position: int | Tensor = cache.length
         places, ranges, tokens = None, None, x.shape[1]
         few = tokens <= FEW_TOKENS and (x.is_cuda or uses_triton(x, self.backend))
-        apart = mask is not None or cache.lengths is not None
-        if few or apart:
+        uneven = mask is not None or cache.lengths is not None
+        if few or uneven:
             places = cache.places(x, mask)
             position, ranges = places.position, places.key_ranges()
             if places.hidden is not None:
                 x = x.masked_fill(places.hidden.unsqueeze(-1), 0.0)
         q, k, v, gate = self._heads(x, position)
         q_index, k_index, w = self._index(x, position)
-        kept = places if apart else None
+        kept = places if uneven else None
         k, v, k_index = cache.extend(k, v, k_index, places=kept, whole=few)
         # The ranges say what is seen of a whole memory.
         selection = self._select((q_index, k_index, w), k.shape[1] - tokens, ranges)[0]

@@ -19,6 +19,7 @@ import workspace
 sys.path.append(str(workspace.kit().import_folder))
 
 import report
+from tabulated import headed
 
 # What a page says where it is read without its tables.
 UNMADE = re.compile(r"^<!-- in the repository -->\n.*?<!-- end of it -->\n", re.M | re.DOTALL)
@@ -47,13 +48,6 @@ def summary(times: list[float]) -> list[str]:
     return [each.replace(" ", UNBROKEN) for each in (ahead, middle, span)]
 
 
-def table(header: str, lines: list[list[str]], left: int) -> str:
-    """A markdown table, all columns but the first few to the right."""
-    names = header.split(" | ")
-    rule = ["---"] * left + ["---:"] * (len(names) - left)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (names, rule, *lines))
-
-
 def measured(packages: list[workspace.Project]) -> list[tuple[workspace.Project, report.Results]]:
     """Every result file of the packages; of one with several environments each of them."""
     return [(p, results) for p in packages for results in report.result_files(p.folder)]
@@ -68,7 +62,7 @@ def front(packages: list[workspace.Project], models: Path) -> str:
             what, *_ = package.description.partition(" for PyTorch")
             lines.append([link, what, *summary(speeds(results.kernels()))])
             seen.add(package.name)
-    return table("package | computes | rows ahead | median | range", lines, left=2)
+    return headed("package | computes | rows ahead | median | range", lines, left=2)
 
 
 def glance(packages: list[workspace.Project], models: Path) -> str:
@@ -80,7 +74,7 @@ def glance(packages: list[workspace.Project], models: Path) -> str:
         wall = summary(speeds(results.clocks.get("wall", {})))[:2]
         lines.append([name, *summary(speeds(results.kernels())), *wall])
     header = "package | rows ahead | median | range | eager ahead | eager median"
-    return table(header, lines, left=1)
+    return headed(header, lines, left=1)
 
 
 def lost(packages: list[workspace.Project], models: Path) -> str:
@@ -104,9 +98,9 @@ def steps(packages: list[workspace.Project], models: Path) -> str:
     for path in sorted(models.glob("results/h200-*.csv")):
         rows = [row for row in read(path, "pass") if row["pass"] == "step"]
         lines = against(rows, ("op", "case"))
-        environment = report.Results(path, {}, {}).environment
+        environment = report.environment_of(path)
         header = "model | case | ours | clock | ms | fastest other | ms | times as fast"
-        parts += [f"### {environment}", table(header, lines, left=4)]
+        parts += [f"### {environment}", headed(header, lines, left=4)]
     return "\n\n".join(parts)
 
 
@@ -116,7 +110,7 @@ def matrix(packages: list[workspace.Project], models: Path) -> str:
     for path in sorted(models.glob("results/matrix-*.csv")):
         rows = [row for row in read(path, *MATRIX) if row["ms"] and row["checkpointing"] == "none"]
         header = "case | ours | clock | ms | fastest other | ms | times as fast"
-        parts.append(table(header, against(rows, ("case",)), left=3))
+        parts.append(headed(header, against(rows, ("case",)), left=3))
     return "\n\n".join(parts)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-from collections.abc import Iterable, Sequence
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -34,7 +33,8 @@ from fusewright_models.studies.compare_optimizers import Point as OptimizerPoint
 from fusewright_models.studies.pictures import drawn_from, redraw
 from fusewright_models.studies.selection import LAST
 from fusewright_models.studies.selection import Point as SelectionPoint
-from fusewright_testkit.report import COLUMNS, TABLES, Results, with_made
+from fusewright_testkit.report import COLUMNS, TABLES, environment_of, with_made
+from fusewright_testkit.tabulated import headed
 
 FOLDER = Path(__file__).resolve().parent
 # The pages of the models, beside the folder of this script, and whose steps they show.
@@ -123,13 +123,6 @@ def ms_of(row: Row) -> str:
 
 def gib(row: Row) -> str:
     return f"{float(row['mem_mib']) / 1024:.1f}" if row["mem_mib"] else ""
-
-
-def markdown(header: str, lines: Iterable[Sequence[str]], left: int = 2) -> str:
-    """A table, all columns but the first few to the right."""
-    names = header.split(" | ")
-    rule = ["---"] * left + ["---:"] * (len(names) - left)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (names, rule, *lines))
 
 
 def read(path: Path) -> Cases | None:
@@ -226,7 +219,7 @@ def table(cases: Cases) -> str:
             rate = f"**{rate}**" if rate_of(step) == most else rate
             times = (ms_of(passes[x]) if x in passes else "" for x in ("step", *STAGES))
             lines.append((case, provider, rate, *times, f"{float(step['tflops']):.0f}", gib(step)))
-    return markdown(HEADER, lines)
+    return headed(HEADER, lines, left=2)
 
 
 def gaps(cases: Cases) -> str:
@@ -320,7 +313,7 @@ def optimizer_parts(path: Path, rows: list[OptimizerPoint], folder: str = "") ->
         "is marked *. Scores are of the seeds whose runs ended with a finite one. Seconds are of "
         "all steps of a run."
     )
-    table = markdown(OPTIMIZER_HEADER, optimizer_lines(found), left=1)
+    table = headed(OPTIMIZER_HEADER, optimizer_lines(found), left=1)
     return [told, f"![{name}, by optimizer]({folder}{path.stem}.png)", table]
 
 
@@ -361,7 +354,7 @@ def selection_parts(path: Path, rows: list[SelectionPoint]) -> list[str]:
         shares = (f"{each.kl / each.kl_uniform:.2f}" for each in (before, row))
         lines.append((row.layer, f"{row.keys:.0f}", *numbers, *shares))
     picture = f"![What HybridLM's indexers select]({path.stem}.png)"
-    return [told, picture, markdown(SELECTION_HEADER, lines, left=1)]
+    return [told, picture, headed(SELECTION_HEADER, lines, left=1)]
 
 
 STUDIES = (
@@ -393,7 +386,7 @@ def made(folder: Path) -> str:
     """What belongs into ``results/tables.md``."""
     parts, drawn = [], bench_files(folder)
     for path, cases in result_files(folder).items():
-        environment = Results(path, {}, {}).environment
+        environment = environment_of(path)
         told = f"**{environment}**, bf16: [{path.name}]({path.name})."
         parts.append(f"{told} {TOLD}" if cases else told)
         if path in drawn:
@@ -404,8 +397,7 @@ def made(folder: Path) -> str:
             parts.append(missing)
         for op in LANGUAGE_MODELS:
             if lines := text_rows(path, op):
-                parts.append(TOLD_OF_TEXT.format(op=op))
-                parts.append(markdown(TEXT_HEADER, lines, left=3))
+                parts += [TOLD_OF_TEXT.format(op=op), headed(TEXT_HEADER, lines, left=3)]
         for name, about, header, lines_of, left in (
             ("matrix", TOLD_OF_MATRIX, MATRIX_HEADER, matrix_rows, len(MATRIX_NAMED)),
             ("switches", TOLD_OF_SWITCHES, SWITCHES_HEADER, switch_rows, 2),
@@ -414,8 +406,7 @@ def made(folder: Path) -> str:
         ):
             beside = path.with_name(f"{name}-{path.name}")
             if beside.is_file():
-                parts.append(about.format(name=beside.name))
-                parts.append(markdown(header, lines_of(beside), left))
+                parts += [about.format(name=beside.name), headed(header, lines_of(beside), left)]
     parts += itertools.chain.from_iterable(study_parts(folder).values())
     return "\n\n".join(["# The models: measured times and studies", *parts]) + "\n"
 
@@ -432,10 +423,8 @@ def short(folder: Path, op: str) -> str:
         lines = [(case, *fastest(rows)) for case, rows in cases.items()]
         if lines:
             tables = f"../../{folder.name}/{TABLES}"
-            about = TOLD_OF_STEPS.format(
-                environment=Results(path, {}, {}).environment, tables=tables
-            )
-            return f"{about}\n\n{markdown(SHORT_HEADER, lines, left=1)}"
+            about = TOLD_OF_STEPS.format(environment=environment_of(path), tables=tables)
+            return f"{about}\n\n{headed(SHORT_HEADER, lines, left=1)}"
     return "Nothing has been measured yet."
 
 
@@ -501,7 +490,7 @@ def main(
     for path, text in written(folder).items():
         path.write_text(text)
     for path, rows in bench_files(folder).items():
-        figures.save(draw(rows, Results(path, {}, {}).environment), path)
+        figures.save(draw(rows, environment_of(path)), path)
     for each in (folder / "results", docs_of(folder)):
         redraw(each)
 

@@ -80,7 +80,7 @@ def test_environment_is_read_from_the_file_name(package):
     assert "\n\nH200, torch 2.11, triton 3.6, in microseconds of graph time:" in report.made(
         package
     )
-    assert report.Results(Path("results/laptop.csv"), {}, {}).environment == "laptop"
+    assert report.environment_of(Path("results/laptop.csv")) == "laptop"
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,9 @@ if not HAS_GPU:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "slow: takes minutes; left out unless asked for with -m")
-    config.addinivalue_line("markers", "sampled: but for one case in five or fewer, slow")
+    config.addinivalue_line(
+        "markers", "sampled: but for as few cases as have every value of its parameters, slow"
+    )
     config.addinivalue_line("markers", "large: holds gigabytes of the GPU; one at a time")
     # The packages' plans keep what allocates their memory: it is poisoned before any plan is made,
     # for the whole run.

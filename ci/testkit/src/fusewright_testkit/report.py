@@ -66,6 +66,14 @@ TABLES = "results/tables.md"
 PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
 
 
+def environment_of(path: Path) -> str:
+    """Of a file ``h200-torch2.11-triton3.6.csv``, in words."""
+    match = re.fullmatch(r"(.+)-torch([\d.]+)-triton([\d.]+)", path.stem)
+    if match is None:
+        return path.stem
+    return f"{match[1].replace('-', ' ').upper()}, torch {match[2]}, triton {match[3]}"
+
+
 class Results(NamedTuple):
     """One result file: clock, key and provider in the order of the file."""
 
@@ -79,11 +87,7 @@ class Results(NamedTuple):
 
     @property
     def environment(self) -> str:
-        """``h200-torch2.11-triton3.6`` in words."""
-        match = re.fullmatch(r"(.+)-torch([\d.]+)-triton([\d.]+)", self.path.stem)
-        if match is None:
-            return self.path.stem
-        return f"{match[1].replace('-', ' ').upper()}, torch {match[2]}, triton {match[3]}"
+        return environment_of(self.path)
 
     def kernels(self) -> Lines:
         """From the graph, else from events; the host's clock where there is neither."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -34,8 +35,15 @@ def short(x: float) -> str:
     return f"{x:.{min(2, max(0, 2 - math.floor(math.log10(x))))}f}"
 
 
-def markdown(rows: list[list[str]]) -> str:
+def markdown(rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def headed(header: str, lines: Iterable[Sequence[str]], left: int) -> str:
+    """A markdown table below ``a | b | c``, all columns but the first few to the right."""
+    names = header.split(" | ")
+    rule = ["---"] * left + ["---:"] * (len(names) - left)
+    return markdown((names, rule, *lines))
 
 
 def table(lines: Lines, rates: bool) -> str:

@@ -4,7 +4,6 @@ transformers.
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from fusewright_testkit import Yardstick
+from fusewright_testkit.pages import python_blocks
 from torch import Tensor
 
 from .causal_models import (
@@ -84,7 +84,7 @@ def test_build_and_installed_package_give_the_same_bits_in_one_process(package, 
     assert set(installed.__all__) <= set(build.__all__)
     assert build.__version__ == installed.__version__
     readme = ROOT / f"packages/{package}/README.md"
-    code = re.findall(r"^```python\n(.*?)^```", readme.read_text(), re.M | re.DOTALL)[0]
+    code = python_blocks(readme.read_text())[0]
     changed = code.replace(f"from {installed.__name__} import", f"from {build.__name__} import")
     assert changed != code
     expected = tensors_of(code, readme)

@@ -50,11 +50,14 @@ def usable_device(device: torch.device | str, *, asked_by: str = "device") -> to
         return torch.zeros((), device=device).device
     # A torch without CUDA asserts that it has it.
     except (RuntimeError, AssertionError) as error:
-        # The lines below the first are advice to programmers.
-        reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"wanted a {asked_by} that torch can use here; got {device}: {reason}"
+            f"wanted a {asked_by} that torch can use here; got {device}: {reason_of(error)}"
         ) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """The lines below the first are advice to programmers."""
+    return str(error).partition("\n")[0]
 
 
 def wait_for(device: torch.device) -> None:

@@ -220,9 +220,11 @@ class LlamaHarness(TextHarness):
         step = self.step(shape, provider)
         loss = loss_of(step.model, step.sampler.sample(step.batch))
         loss.backward()
+        first = float(loss.detach())
+        del loss
         if expected is not None:
             most, wrong = self.gradients.held(step.model)
-            complaint = expected.complaint(float(loss.detach()))
+            complaint = expected.complaint(first)
             if wrong:
                 complaint = f"gradients of {', '.join(wrong[:3])} err more than twice as much"
             if complaint and self.is_ours(provider):
@@ -232,9 +234,7 @@ class LlamaHarness(TextHarness):
                 f"torch's in bf16; {complaint or 'all are within twice its error'}",
                 highlight=False,
             )
-        first = float(loss.detach())
         step.optimizer.zero_grad(set_to_none=True)
-        del loss
         step.timed()
         return step.measure(self.seconds, first, "")
 

@@ -160,8 +160,7 @@ def rotated(x: Tensor, by: Angles) -> Tensor:
     """``x [B, H, T, D]``, which lies in memory as ``[B, T, H, D]``, as the result does."""
     # The layers of a model may lie on several devices.
     cos, sin = by.cos.to(x.device), by.sin.to(x.device)
-    turned = apply_rotary(x.transpose(1, 2), cos, sin, backend=by.backend)
-    return turned.transpose(1, 2)
+    return apply_rotary(x.transpose(1, 2), cos, sin, backend=by.backend).transpose(1, 2)
 
 
 def causal_forward(

@@ -50,17 +50,16 @@ class PredictedDistribution:
     @property
     def mean(self) -> np.ndarray:
         """``[n]``."""
-        return self._numpy(self._head.mean(self._params)) * self._output.scale + self._output.mean
+        return self._values(self._head.mean(self._params).flatten())
 
     @property
     def standard_deviation(self) -> np.ndarray:
         """``[n]``, of an observation."""
-        return self._numpy(self._head.variance(self._params).sqrt()) * self._output.scale
+        return _numpy(self._head.variance(self._params).sqrt().flatten()) * self._output.scale
 
     def quantiles(self, levels: Sequence[float]) -> np.ndarray:
         """``[n, Q]``, of levels between 0 and 1."""
-        found = self._head.quantiles(self._params, levels)[0, :, 0]
-        return found.double().cpu().numpy() * self._output.scale + self._output.mean
+        return self._values(self._head.quantiles(self._params, levels)[0, :, 0])
 
     def log_prob(self, y: np.ndarray) -> np.ndarray:
         """log p(y) of the targets' ``y [n]``, in nats; NaN where that is.
@@ -74,18 +73,17 @@ class PredictedDistribution:
         # An unknown y has no probability; what stands in its place counts for nothing.
         asked = torch.from_numpy(np.nan_to_num(self._output.standardised(y)))
         log_p = self._head.log_likelihood(self._params, asked.to(self._params)[None, :, None])
-        return np.where(np.isnan(y), np.nan, self._numpy(log_p) - math.log(self._output.scale))
+        return np.where(np.isnan(y), np.nan, _numpy(log_p.flatten()) - math.log(self._output.scale))
 
     def sample(self, count: int, generator: torch.Generator) -> np.ndarray:
         """``[n, count]`` draws, each target and each draw on its own."""
         many = self._params.unsqueeze(-3)
         many = many.expand(*many.shape[:-3], count, *many.shape[-2:])
-        drawn = self._head.sample(many, generator=generator).reshape(-1, count)
-        return drawn.double().cpu().numpy() * self._output.scale + self._output.mean
+        return self._values(self._head.sample(many, generator=generator).reshape(-1, count))
 
-    def _numpy(self, found: Tensor) -> np.ndarray:
-        """``[1, n, 1]`` as ``[n]``."""
-        return found.flatten().double().cpu().numpy()
+    def _values(self, standardised: Tensor) -> np.ndarray:
+        """Outputs in their own units."""
+        return _numpy(standardised) * self._output.scale + self._output.mean
 
 
 class Predictor:
@@ -161,8 +159,7 @@ class Predictor:
             return np.empty((0, count))
         rows = [each.expand(count, -1, -1) for each in (self.x, self.y, self._inputs(x))]
         drawn = sample_jointly(self.model, *rows, permuted=permuted, generator=generator).y
-        values: np.ndarray = drawn.squeeze(-1).mT.double().cpu().numpy()
-        return values * self.columns.output.scale + self.columns.output.mean
+        return _numpy(drawn.squeeze(-1).mT) * self.columns.output.scale + self.columns.output.mean
 
     def _parts(self, x: np.ndarray) -> Iterator[tuple[int, PredictedDistribution]]:
         """Of each part the number of its first target, and what is said of it."""
@@ -191,6 +188,11 @@ class Predictor:
         """``values [...]`` as one task, ``[1, ...]``."""
         like = self.model.embedder.hidden.weight
         return torch.from_numpy(values).to(like.dtype).to(like.device).unsqueeze(0)
+
+
+def _numpy(found: Tensor) -> np.ndarray:
+    """In fp64, on the host."""
+    return found.double().cpu().numpy()
 
 
 def _mixed(params: Tensor) -> Tensor:

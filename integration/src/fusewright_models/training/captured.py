@@ -21,7 +21,7 @@ from fusewright.optimizer import DeepNestedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..devices import capturing
+from ..devices import capturing, reason_of
 from .config import TrainingConfig
 from .gradients import HeldGradients
 from .held_batches import MOST_SHAPES, HeldBatches
@@ -262,8 +262,3 @@ class CapturedStepper(Stepper):
         if not self.processes.several:
             self.held = HeldGradients(self.parameters, self.processes)
         self.say(f"steps are eager: {reason}")
-
-
-def reason_of(error: BaseException) -> str:
-    """The lines below the first are advice to programmers."""
-    return str(error).partition("\n")[0]

@@ -13,7 +13,7 @@ from fusewright.deltanet import DeltaNetCache
 from fusewright.gsa import KeyCache
 from torch import Tensor
 
-from ...devices import capturing
+from ...devices import capturing, reason_of
 from .layers import Caches
 from .model import HybridLM
 
@@ -64,8 +64,8 @@ class Going:
             self.step = Step(self.model, tokens, self.caches)
         except RuntimeError as error:
             self.captures = False
-            # What ended the capture, rather than that it ended; further lines are for programmers.
-            reason = str(error.__context__ or error).partition("\n")[0]
+            # What ended the capture, rather than that it ended.
+            reason = reason_of(error.__context__ or error)
             warnings.warn(f"steps of one token are eager: {reason}", stacklevel=4)
 
 
